@@ -39,7 +39,8 @@ def pick(operator: str, backend: str, device: str, reasons: Mapping[str, str | N
             if reason is None:
                 _say_once(operator, name, device)
                 return name
-        raise BackendUnavailable(f"{operator}: no backend can run: " + "; ".join(f"{n}: {r}" for n, r in reasons.items()))
+        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise BackendUnavailable(f"{operator}: no backend can run: {found}")
     if backend not in reasons:
         raise ValueError(f"backend: found {backend!r}, need one of {['auto', *reasons]} for {operator}")
     if reasons[backend] is not None:

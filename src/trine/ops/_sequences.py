@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueError(f"cu_seqlens: found first value {values[0]}, need 0")
-    for i, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(values), start=1):
         if b < a:
-            raise ValueError(f"cu_seqlens: found a decrease from {a} to {b} at index {i + 1}, need non-decreasing values")
+            raise ValueError(f"cu_seqlens: found a decrease from {a} to {b} at index {i}, need non-decreasing values")
     if values[-1] != tokens:
         raise ValueError(f"cu_seqlens: found last value {values[-1]}, need the number of tokens, {tokens}")
