@@ -1,0 +1,270 @@
+"""Model configuration: one frozen dataclass and the presets. Plain Python, no framework.
+
+Every default is Kimi K3's (report, arXiv 2607.24653, and its released configuration); a preset states what differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+GateKind = Literal["bounded", "softplus"]
+ResidualKind = Literal["attn_res", "plain", "chunk", "shallow_to_deep"]
+
+# ln of the largest finite float32 (and bfloat16): decay factors inside one tile must stay below e^88.
+MAX_TILE_LOG_RANGE = 88.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model. Layer numbers are 0-based everywhere.
+
+    Raises:
+        ValueError: at construction, naming the field, the value found and the value needed.
+    """
+
+    width: int  # D: model width
+    layers: int  # decoder layers, each one attention and one feed-forward
+    mla_layers: tuple[int, ...]  # which layers use Gated MLA; all others use KDA
+    heads: int  # H, of both attention kinds
+    head_dim: int  # K = V: channels of a KDA head; content key and value channels of an MLA head
+    q_rank: int  # MLA: rank of the query bottleneck
+    kv_rank: int  # MLA: width R of the latent that stands for keys and values
+    shared_key_dim: int  # MLA: key channels S shared by all heads (never rotated)
+    dense_width: int  # feed-forward width of the first `dense_layers` layers
+    experts: int  # E: routed experts a layer
+    top_k: int  # k: experts a token
+    latent_width: int  # width in which routed experts work
+    expert_width: int  # inner width of one expert, routed or shared
+    vocab_size: int
+    block_layers: int  # decoder layers a depth block (Attention Residuals) or chunk
+
+    dense_layers: int = 1  # the first layers have a dense feed-forward
+    shared_experts: int = 2  # full-width experts every token visits, kept as one wide feed-forward
+    conv_kernel: int = 4  # taps of the causal depthwise convolution before KDA
+    decay_rank: int | None = None  # bottleneck of the decay projection; None = head_dim, as in K3
+    g_min: float = -5.0  # lower bound of the log-decay
+    tile: int = 16  # rows of the smallest decay tile; tile * |g_min| bounds the exponents inside it
+    gate_kind: GateKind = "bounded"  # "softplus" is Kimi Linear's unbounded gate
+    situ_beta: float = 4.0  # SiTU-GLU: soft cap of the gate branch
+    situ_linear_beta: float = 25.0  # SiTU-GLU: soft cap of the up branch
+    output_gates: bool = True  # sigmoid gates on the outputs of KDA and MLA
+    latent_norm: bool = True  # RMSNorm on the summed expert outputs, before the up projection
+    residual: ResidualKind = "attn_res"
+    shallow_layers: tuple[int, ...] = ()  # residual "shallow_to_deep": layers whose attention output is kept ...
+    deep_layers: tuple[int, ...] = ()  # ... and layers whose attention input receives it
+    norm_eps: float = 1e-5
+    mla_norm_eps: float = 1e-6  # K3 builds the two low-rank norms of MLA with another epsilon
+    embed_std: float = 1.0  # see `Presets` in the README: 1.0 keeps every norm's epsilon negligible at step 0
+    init_std: float | None = None  # of every matrix; None = fan_in ** -0.5
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("width", "layers", "heads", "head_dim", "q_rank", "kv_rank", "dense_width", "experts", "top_k"),
+            *("latent_width", "expert_width", "vocab_size", "block_layers", "conv_kernel", "tile"),
+        ):
+            _need(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("mla_layers", "shallow_layers", "deep_layers"):
+            _check_layer_list(name, getattr(self, name), self.layers)
+        _need(0 <= self.dense_layers <= self.layers, "dense_layers", self.dense_layers, f"0 to {self.layers}")
+        _need(self.shared_key_dim >= 0, "shared_key_dim", self.shared_key_dim, "at least 0")
+        _need(self.shared_experts >= 0, "shared_experts", self.shared_experts, "at least 0")
+        _need(self.decay_rank is None or self.decay_rank >= 1, "decay_rank", self.decay_rank, "None or at least 1")
+        _need(self.top_k < self.experts, "top_k", self.top_k, f"less than experts = {self.experts}")
+        _need(self.g_min < 0, "g_min", self.g_min, "a negative log-decay")
+        span = self.tile * abs(self.g_min)
+        limit = f"tile * |g_min| < {MAX_TILE_LOG_RANGE:g} (the range of float32), found {self.tile} * {-self.g_min:g}"
+        _need(span < MAX_TILE_LOG_RANGE, "g_min", self.g_min, f"{limit} = {span:g}")
+        _need(self.gate_kind in ("bounded", "softplus"), "gate_kind", self.gate_kind, "'bounded' or 'softplus'")
+        kinds = ("attn_res", "plain", "chunk", "shallow_to_deep")
+        _need(self.residual in kinds, "residual", self.residual, f"one of {kinds}")
+        if self.residual == "shallow_to_deep":
+            _need(bool(self.shallow_layers), "shallow_layers", self.shallow_layers, "at least one layer")
+            _need(bool(self.deep_layers), "deep_layers", self.deep_layers, "at least one layer")
+            late = max(self.shallow_layers) < min(self.deep_layers)
+            _need(
+                late, "deep_layers", self.deep_layers, f"layers after the last of shallow_layers {self.shallow_layers}"
+            )
+        for name in ("situ_beta", "situ_linear_beta", "embed_std"):
+            _need(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
+        for name in ("norm_eps", "mla_norm_eps"):
+            _need(getattr(self, name) >= 0, name, getattr(self, name), "zero or more")
+
+    @property
+    def kda_layers(self) -> tuple[int, ...]:
+        """Layers that use Kimi Delta Attention."""
+        return tuple(i for i in range(self.layers) if i not in self.mla_layers)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers whose feed-forward is Stable LatentMoE."""
+        return tuple(range(self.dense_layers, self.layers))
+
+    @property
+    def depth_sources(self) -> int:
+        """Sources of the final depth mix: the embedding, the finished blocks and the running partial sum."""
+        return (self.layers - 1) // self.block_layers + 2
+
+
+def _need(holds: bool, name: str, found: object, needed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: found {found!r}, need {needed}")
+
+
+def _check_layer_list(name: str, values: tuple[int, ...], layers: int) -> None:
+    _need(isinstance(values, tuple), name, values, "a tuple of 0-based layer numbers")
+    _need(len(set(values)) == len(values), name, values, "each layer once")
+    for value in values:
+        _need(0 <= value < layers, name, value, f"0-based layer numbers from 0 to {layers - 1}")
+
+
+def _every_fourth_and_last(layers: int) -> tuple[int, ...]:
+    """K3's layout: Gated MLA in every fourth layer and in the last."""
+    return tuple(i for i in range(layers) if i % 4 == 3 or i == layers - 1)
+
+
+PRESETS: dict[str, ModelConfig] = {
+    # Trained in a minute, for tests and for continuous integration.
+    "smoke": ModelConfig(
+        width=64,
+        layers=5,
+        mla_layers=_every_fourth_and_last(5),
+        heads=2,
+        head_dim=32,
+        q_rank=32,
+        kv_rank=32,
+        shared_key_dim=16,
+        dense_width=256,
+        experts=16,
+        top_k=2,
+        latent_width=32,
+        expert_width=32,
+        vocab_size=256,
+        block_layers=1,
+    ),
+    # Trained in a quarter of an hour on two cores.
+    "laptop": ModelConfig(
+        width=128,
+        layers=5,
+        mla_layers=_every_fourth_and_last(5),
+        heads=4,
+        head_dim=32,
+        q_rank=64,
+        kv_rank=32,
+        shared_key_dim=16,
+        dense_width=512,
+        experts=56,
+        top_k=2,
+        latent_width=64,
+        expert_width=64,
+        vocab_size=4096,
+        block_layers=1,
+    ),
+    "130m": ModelConfig(
+        width=768,
+        layers=12,
+        mla_layers=_every_fourth_and_last(12),
+        heads=10,
+        head_dim=128,
+        q_rank=192,
+        kv_rank=256,
+        shared_key_dim=64,
+        dense_width=3072,
+        experts=64,
+        top_k=4,
+        latent_width=384,
+        expert_width=320,
+        vocab_size=32768,
+        block_layers=2,
+    ),
+    "400m": ModelConfig(
+        width=1024,
+        layers=24,
+        mla_layers=_every_fourth_and_last(24),
+        heads=14,
+        head_dim=128,
+        q_rank=256,
+        kv_rank=256,
+        shared_key_dim=64,
+        dense_width=4096,
+        experts=64,
+        top_k=4,
+        latent_width=512,
+        expert_width=448,
+        vocab_size=32768,
+        block_layers=3,
+    ),
+    "1b": ModelConfig(
+        width=1792,
+        layers=24,
+        mla_layers=_every_fourth_and_last(24),
+        heads=24,
+        head_dim=128,
+        q_rank=384,
+        kv_rank=256,
+        shared_key_dim=64,
+        dense_width=8448,
+        experts=64,
+        top_k=4,
+        latent_width=896,
+        expert_width=768,
+        vocab_size=32768,
+        block_layers=3,
+    ),
+    "k3": ModelConfig(
+        width=7168,
+        layers=93,
+        mla_layers=_every_fourth_and_last(93),
+        heads=96,
+        head_dim=128,
+        q_rank=1536,
+        kv_rank=512,
+        shared_key_dim=64,
+        dense_width=33792,
+        experts=896,
+        top_k=16,
+        latent_width=3584,
+        expert_width=3072,
+        vocab_size=163840,
+        block_layers=12,
+        embed_std=0.02,
+        init_std=0.02,
+    ),
+}
+
+
+def preset(name: str) -> ModelConfig:
+    """Return the preset ``name``.
+
+    Raises:
+        ValueError: unknown name; the message suggests the nearest one.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"preset: found {name!r}, need one of {', '.join(PRESETS)}{hint}")
+    return PRESETS[name]
+
+
+def to_dict(config: ModelConfig) -> dict[str, object]:
+    """The configuration as JSON-ready values; `from_dict` reads it back."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items()}
+
+
+def from_dict(values: dict[str, object]) -> ModelConfig:
+    """Build a configuration from `to_dict`'s values.
+
+    Raises:
+        ValueError: a key that is no field (with the nearest name), a field that is missing, or a bad value.
+    """
+    fields = {f.name: f for f in dataclasses.fields(ModelConfig)}
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            raise ValueError(f"{key}: no such field of ModelConfig" + (f"; did you mean {near[0]!r}?" if near else ""))
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING and name not in values:
+            raise ValueError(f"{name}: missing from the model configuration")
+    return ModelConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})  # type: ignore[arg-type]

@@ -1,0 +1,288 @@
+"""The decoder: embeddings, layers, depth mixing, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trine.config import ModelConfig
+from trine.nn import (
+    AttnResidual,
+    ChunkResidual,
+    FeedForward,
+    GatedMLA,
+    KimiDeltaAttention,
+    LatentMoE,
+    PlainResidual,
+    RMSNorm,
+    ShallowToDeepResidual,
+)
+from trine.ops.cross_entropy import linear_cross_entropy
+from trine.ops.router import RouterStats
+
+if TYPE_CHECKING:
+    from trine.cache import HybridCache
+    from trine.data import Batch
+
+BIAS_KEY = "router_bias_LE"  # where `state_dict` keeps the routers' selection bias
+
+
+class DecoderLayer(nn.Module):
+    """One attention and one feed-forward, each behind its own norm. Residuals live in the model."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        c = config
+        self.attention_norm = RMSNorm(c.width, c.norm_eps)
+        self.attention: KimiDeltaAttention | GatedMLA
+        if index in c.mla_layers:
+            self.attention = GatedMLA(
+                *(c.width, c.heads, c.head_dim),
+                q_rank=c.q_rank,
+                kv_rank=c.kv_rank,
+                shared_key_dim=c.shared_key_dim,
+                output_gate=c.output_gates,
+                norm_eps=c.mla_norm_eps,
+            )
+        else:
+            self.attention = KimiDeltaAttention(
+                *(c.width, c.heads, c.head_dim),
+                conv_kernel=c.conv_kernel,
+                decay_rank=c.decay_rank,
+                gate_kind=c.gate_kind,
+                g_min=c.g_min,
+                output_gate=c.output_gates,
+                norm_eps=c.norm_eps,
+            )
+        self.feed_forward_norm = RMSNorm(c.width, c.norm_eps)
+        self.feed_forward: FeedForward | LatentMoE
+        if index < c.dense_layers:
+            self.feed_forward = FeedForward(c.width, c.dense_width, beta=c.situ_beta, linear_beta=c.situ_linear_beta)
+        else:
+            self.feed_forward = LatentMoE(
+                c.width,
+                experts=c.experts,
+                top_k=c.top_k,
+                latent_width=c.latent_width,
+                expert_width=c.expert_width,
+                shared_experts=c.shared_experts,
+                beta=c.situ_beta,
+                linear_beta=c.situ_linear_beta,
+                latent_norm=c.latent_norm,
+                norm_eps=c.norm_eps,
+            )
+
+    def attend(self, h_TD: Tensor, cu_seqlens_N1: Tensor | None, past: Any, step: bool) -> tuple[Tensor, Any]:
+        """The attention branch; `past` is this layer's entry of the cache."""
+        return self.attention(self.attention_norm(h_TD), cu_seqlens_N1, past, step)
+
+    def feed(self, h_TD: Tensor, mask_T: Tensor | None) -> Tensor:
+        """The feed-forward branch."""
+        x_TD = self.feed_forward_norm(h_TD)
+        if isinstance(self.feed_forward, LatentMoE):
+            return self.feed_forward(x_TD, mask_T)
+        return self.feed_forward(x_TD)
+
+
+class Model(nn.Module):
+    """A decoder with the structure of Kimi K3 at any size (K3 report, §2).
+
+    Sequences are packed in one row of T tokens: `cu_seqlens_N1` holds the N+1 bounds, documents never see each other.
+    `router_stats` holds the routers' bias and this step's loads and histograms for all MoE layers; whoever trains reads
+    and resets it (`trine.balance`). Set `recompute` to keep only the inputs of each sublayer for the backward pass.
+
+    Args:
+        config: the shape.
+        device: where to build it. On "meta" nothing is allocated; call `to_empty` and `init_weights` to bring it alive.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = False
+        with torch.device(device) if device is not None else nullcontext():
+            self.embed = nn.Embedding(config.vocab_size, config.width)
+            self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.layers))
+            self.residual = _residual(config)
+            self.norm = RMSNorm(config.width, config.norm_eps)
+            self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self._bind_router_stats(self.embed.weight.device)
+        self.register_state_dict_post_hook(_save_router_bias)
+        self.register_load_state_dict_pre_hook(_load_router_bias)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw all parameters anew: matrices normal with `init_std` (default fan_in^-1/2), embeddings with `embed_std`,
+        head with 0.02, and each module's own rule for the rest. Router biases and counters become 0."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2 and not name.endswith(("conv.weight", "dt_bias")):
+                std = self.config.init_std if self.config.init_std is not None else parameter.shape[-1] ** -0.5
+                nn.init.normal_(parameter, std=std)
+        nn.init.normal_(self.embed.weight, std=self.config.embed_std)
+        nn.init.normal_(self.head.weight, std=0.02)
+        self._bind_router_stats(self.embed.weight.device)
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        cu_seqlens_N1: Tensor | None = None,
+        cache: HybridCache | None = None,
+        mask_T: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, `[T, width]`; `logits` turns them into scores.
+
+        Args:
+            tokens_T: int64 ids.
+            cu_seqlens_N1: int32 or int64 sequence bounds. None means one sequence or, with a `cache` of N > 1
+                sequences, one new token for each of them (T = N).
+            cache: what the sequences carry; read, and replaced by what they carry after these tokens.
+            mask_T: False for padding tokens, which the routers then do not count.
+
+        Raises:
+            ValueError: ids outside the vocabulary, or lengths that do not fit the cache.
+        """
+        _check_tokens(tokens_T, self.config.vocab_size)
+        step = cache is not None and cache.is_step(tokens_T.shape[0], cu_seqlens_N1)
+        stream = self.residual.start(self.embed(tokens_T))
+        for i, layer in enumerate(self.layers):
+            past = None if cache is None else cache.layers[i]
+            a_TD, past = self._run(layer.attend, layer, stream.attention_input(i), cu_seqlens_N1, past, step)
+            stream.add_attention(i, a_TD)
+            stream.add_feed_forward(i, self._run(layer.feed, layer, stream.feed_forward_input(i), mask_T))
+            if cache is not None:
+                cache.layers[i] = past
+        if cache is not None:
+            cache.advance(tokens_T.shape[0], cu_seqlens_N1)
+        return self.norm(stream.output())
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Scores of the next token, `[T, vocab]`, float32 (float64 for a float64 model)."""
+        return self.head(hidden_TD).to(torch.promote_types(hidden_TD.dtype, torch.float32))
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum over the batch of weight · (-ln p(target)) in nats, and the sum of the weights."""
+        hidden_TD = self(batch.tokens_T, batch.cu_seqlens_N1, mask_T=getattr(batch, "mask_T", None))
+        return linear_cross_entropy(hidden_TD, self.head.weight, batch.targets_T, batch.weights_T)
+
+    def _run(self, branch: Callable[..., Any], layer: nn.Module, *args: Any) -> Any:
+        if not (self.recompute and self.training and torch.is_grad_enabled()):
+            return branch(*args)
+        moe = getattr(layer, "feed_forward", None)
+        again = moe.recomputing if isinstance(moe, LatentMoE) else nullcontext
+        return checkpoint(
+            branch, *args, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), again())
+        )
+
+    def _bind_router_stats(self, device: torch.device) -> None:
+        moes = [m for m in self.modules() if isinstance(m, LatentMoE)]
+        self.router_stats = RouterStats.allocate(len(moes), self.config.experts, device=device)
+        for index, moe in enumerate(moes):
+            moe.stats = self.router_stats.layer(index)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.router_stats
+        super()._apply(fn, recurse)
+        device = self.embed.weight.device
+        if device != before.bias_LE.device:
+            self._bind_router_stats(device)
+            if "meta" not in (device.type, before.bias_LE.device.type):
+                self.router_stats.load_state_dict(before.state_dict())
+        return self
+
+
+def _residual(config: ModelConfig) -> nn.Module:
+    c = config
+    if c.residual == "attn_res":
+        return AttnResidual(c.width, c.layers, c.block_layers, c.norm_eps)
+    if c.residual == "chunk":
+        return ChunkResidual(c.width, c.layers, c.block_layers, c.norm_eps)
+    if c.residual == "shallow_to_deep":
+        return ShallowToDeepResidual(c.width, c.shallow_layers, c.deep_layers)
+    return PlainResidual()
+
+
+def _check_tokens(tokens_T: Tensor, vocab_size: int) -> None:
+    if tokens_T.ndim != 1 or tokens_T.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tokens_T: found {tokens_T.dtype} of shape {tuple(tokens_T.shape)}, need int64 of shape [T]")
+    # Reading values back from a card would stall it; there the embedding's own bounds check has to do.
+    if tokens_T.device.type == "cpu" and tokens_T.numel():
+        low, high = int(tokens_T.min()), int(tokens_T.max())
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            where = int((tokens_T == bad).nonzero()[0])
+            raise ValueError(f"tokens_T: found id {bad} at position {where}, need 0 to {vocab_size - 1}")
+
+
+# The bias is no parameter (no gradient moves it) and no ordinary buffer (a 16-bit cast must not reach it), but a model
+# without it routes differently: so it travels in every state dict, and its absence there is an error.
+def _save_router_bias(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    assert isinstance(module, Model)
+    state[prefix + BIAS_KEY] = module.router_stats.bias_LE.detach()
+
+
+def _load_router_bias(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
+) -> None:
+    assert isinstance(module, Model)
+    bias_LE = state.pop(prefix + BIAS_KEY, None)
+    if bias_LE is None:
+        missing.append(prefix + BIAS_KEY)
+        return
+    target_LE = module.router_stats.bias_LE
+    if bias_LE.shape != target_LE.shape:
+        raise ValueError(f"{BIAS_KEY}: found shape {tuple(bias_LE.shape)}, need {tuple(target_LE.shape)}")
+    if target_LE.device.type != "meta":
+        target_LE.copy_(bias_LE)
+
+
+def info(config: ModelConfig) -> dict[str, Any]:
+    """Count parameters and memory without allocating anything.
+
+    Returns:
+        `total`: all parameters; `active`: those one token uses, with the head and k of E experts, without the embedding
+        look-up (the report's way of counting); `parts`: parameters a part; `kda_state_bytes`: float32 recurrent state
+        and convolution window of one sequence, all layers; `latent_bytes_per_token`: 16-bit MLA cache, all layers.
+    """
+    model = Model(config, device="meta")
+    parts = dict.fromkeys(
+        ("embedding", "head", "kda", "mla", "dense", "experts", "shared", "latent", "router", "depth_queries", "norms"),
+        0,
+    )
+    for name, parameter in model.named_parameters():
+        parts[_part_of(name, config)] += parameter.numel()
+    total = sum(parts.values())
+    idle = parts["experts"] * (config.experts - config.top_k) // config.experts
+    inner = config.heads * config.head_dim
+    state_values = config.heads * config.head_dim**2 + (config.conv_kernel - 1) * 3 * inner
+    return {
+        "total": total,
+        "active": total - parts["embedding"] - idle,
+        "parts": parts,
+        "kda_state_bytes": 4 * state_values * len(config.kda_layers),
+        "latent_bytes_per_token": 2 * (config.kv_rank + config.shared_key_dim) * len(config.mla_layers),
+    }
+
+
+def _part_of(name: str, config: ModelConfig) -> str:
+    fields = name.split(".")
+    if fields[0] in ("embed", "head", "norm", "residual"):
+        return {"embed": "embedding", "head": "head", "norm": "norms", "residual": "depth_queries"}[fields[0]]
+    layer, part = int(fields[1]), fields[2]
+    if part.endswith("_norm"):
+        return "norms"
+    if part == "attention":
+        return "mla" if layer in config.mla_layers else "kda"
+    if layer < config.dense_layers:
+        return "dense"
+    inner = fields[3]
+    if inner.startswith("expert_"):
+        return "experts"
+    return inner if inner in ("shared", "router") else "latent"
