@@ -1,0 +1,34 @@
+"""Writing files so that a reader finds the old content or the new, never half of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from trine.data._errors import DataError
+
+
+def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
+    """Write ``content`` (or what it writes into the open file) under a temporary name, flush to disk, rename.
+
+    Raises:
+        DataError: the folder is missing or not writable, or the disk is full; nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{path}: cannot be written ({error.strerror})") from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,168 @@
+"""Byte-level BPE trained on the training split, exact on every text.
+
+The alphabet holds all 256 bytes, so any UTF-8 text encodes and decodes to the same bytes. Text that spells a special
+token is encoded as ordinary text: no document can forge the end of a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as _Tokenizer
+
+from trine.data._errors import DataError
+from trine.data._files import write_atomically
+
+END_OF_DOCUMENT = "<|eod|>"
+SMALLEST_VOCABULARY = 256
+# Words and numbers with the mark or space before them; runs of marks; a line's end with the indentation of the next
+# line, which is most of what code is laid out with. On a standard library 7 % more bytes a token than GPT-2's pattern.
+PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    r"| ?\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]+[ \t]*"
+    r"|\s*[\r\n]+[ \t]*"
+    r"| ?[^\s\p{L}\p{N}]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+def _byte_of_symbol() -> dict[str, int]:
+    """The byte each symbol of a byte-level vocabulary stands for: printable Latin-1 itself, the rest from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+_SYMBOL_BYTES = _byte_of_symbol()
+
+
+class Tokenizer:
+    """A byte-level BPE vocabulary and what the rest of the package needs to know about it.
+
+    Attributes:
+        vocab_size: number of ids, special tokens included.
+        eod_id: id of the end-of-document token.
+        token_bytes: the bytes each id stands for; empty for special tokens.
+        byte_lengths: int32 [vocab_size], their lengths.
+    """
+
+    def __init__(self, inner: _Tokenizer) -> None:
+        """Wrap a ``tokenizers`` object. Raises DataError when it is no byte-level vocabulary with the end token."""
+        inner.encode_special_tokens = True
+        self._inner = inner
+        self.vocab_size: int = inner.get_vocab_size()
+        eod = inner.token_to_id(END_OF_DOCUMENT)
+        if eod is None:
+            raise DataError(f"tokenizer: has no token {END_OF_DOCUMENT}")
+        self.eod_id: int = eod
+        special = set(inner.get_added_tokens_decoder())
+        table: list[bytes] = []
+        for index in range(self.vocab_size):
+            token = inner.id_to_token(index)
+            if token is None:
+                raise DataError(f"tokenizer: id {index} has no token, need ids 0 to {self.vocab_size - 1} without gaps")
+            try:
+                table.append(b"" if index in special else bytes(_SYMBOL_BYTES[symbol] for symbol in token))
+            except KeyError as error:
+                raise DataError(f"tokenizer: token {token!r} (id {index}) is not byte-level") from error
+        self.token_bytes: tuple[bytes, ...] = tuple(table)
+        self.byte_lengths: NDArray[np.int32] = np.array([len(b) for b in table], dtype=np.int32)
+        self._table = np.array(table, dtype=object)
+
+    @classmethod
+    def train(
+        cls, texts: Iterable[str], vocab_size: int = 4096, special_tokens: Sequence[str] = (END_OF_DOCUMENT,)
+    ) -> Tokenizer:
+        """Learn a vocabulary of exactly ``vocab_size`` ids; the same texts in any order give the same vocabulary.
+
+        Special tokens get the first ids, the 256 bytes the next.
+
+        Raises:
+            DataError: a vocabulary too small for the bytes, no end token, or texts too few to fill the vocabulary.
+        """
+        least = SMALLEST_VOCABULARY + len(special_tokens)
+        if vocab_size < least:
+            raise DataError(f"vocab_size: found {vocab_size}, need at least {least} (256 bytes and the special tokens)")
+        if END_OF_DOCUMENT not in special_tokens:
+            raise DataError(f"special_tokens: found {list(special_tokens)}, need {END_OF_DOCUMENT} among them")
+        inner = _Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(special_tokens),
+            initial_alphabet=sorted(_SYMBOL_BYTES),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer=trainer)
+        if inner.get_vocab_size() != vocab_size:
+            raise DataError(
+                f"vocab_size: the training texts fill only {inner.get_vocab_size()} ids, found {vocab_size}; "
+                "take a smaller vocabulary or more text"
+            )
+        return cls(inner)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read a ``tokenizer.json``. Raises DataError when it is absent or damaged."""
+        try:
+            return cls(_Tokenizer.from_str(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise DataError(f"tokenizer {path}: cannot be read ({error.strerror})") from error
+        except DataError as error:
+            raise DataError(f"tokenizer {path}: {error}") from error
+        except Exception as error:  # the library raises bare Exception for damaged files
+            raise DataError(f"tokenizer {path}: damaged ({str(error).splitlines()[0]})") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write ``tokenizer.json``, whole or not at all."""
+        write_atomically(Path(path), self.to_json().encode())
+
+    def to_json(self) -> str:
+        """The text of ``tokenizer.json``."""
+        return str(self._inner.to_str(pretty=True))
+
+    @property
+    def sha256(self) -> str:
+        """Hash of ``tokenizer.json``."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens. Raises DataError for text that is not UTF-8 (a lone surrogate)."""
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Ids of many texts, int64 each; uses all threads the ``tokenizers`` library is allowed."""
+        for i, text in enumerate(texts):
+            if not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise DataError(f"text {i}: not valid Unicode at character {error.start}") from error
+        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int64) for one in found]
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
+        """The bytes that ids stand for, exactly, also in the middle of a character; special tokens give none."""
+        index = np.asarray(ids, dtype=np.int64).reshape(-1)
+        if index.size and (index.min() < 0 or index.max() >= self.vocab_size):
+            bad = int(index[(index < 0) | (index >= self.vocab_size)][0])
+            raise DataError(f"token ids: found {bad}, need 0 to {self.vocab_size - 1}")
+        return b"".join(self._table[index].tolist())
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer], errors: str = "replace") -> str:
+        """Text of ids; bytes that are not UTF-8 are handled as ``errors`` says."""
+        return self.decode_bytes(ids).decode("utf-8", errors)
