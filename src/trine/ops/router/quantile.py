@@ -1,0 +1,270 @@
+"""Quantile Balancing: from required biases to the bias that gives every expert its share.
+
+The required bias of expert j at token i, r_ij = cutoff_i - s_ij, is what j's bias would have to be to tie with the
+token's cutoff (its (k+1)-th largest biased score). Setting b_j to the k/E quantile of r_.j lets exactly that share of
+tokens in; see K3 report (arXiv 2607.24653) Eq. 13-14, appendices C and D, and README.md here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trine.ops.router.select import top_ids
+
+_ROWS = 4096
+_COLUMNS = 32  # experts counted together on the CPU: their bins stay in the second-level cache
+
+
+def histogram_edges(bias_LE: Tensor, bins: int) -> Tensor:
+    """Range of the next histogram: ``[min b - 1, max b + 1]`` in ``bins`` equal bins (K3 report, appendix D).
+
+    Scores lie in [0, 1] and the cutoff is an order statistic of s + b, so it lies in [min b, max b + 1] and every
+    required bias lies in this range: nothing is cut off. (This holds for sigmoid and softmax scores, not for logits.)
+
+    Args:
+        bias_LE: ``[..., E]`` fp32.
+        bins: number of bins.
+
+    Returns:
+        ``[..., 2]`` fp32: lower end, bin width.
+    """
+    low, high = torch.aminmax(bias_LE.double(), dim=-1)
+    return torch.stack((low - 1.0, (high - low + 2.0) / bins), dim=-1).float()
+
+
+def count_required_bias(
+    scores_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor, edges_2: Tensor, counts_EB: Tensor
+) -> None:
+    """Add each valid token's required bias of every expert to the histogram, in place.
+
+    Args:
+        scores_TE: ``[T, E]`` raw scores, fp32 or fp64.
+        cutoff_T: ``[T]`` biased cutoffs.
+        valid_T: ``[T]`` bool; other rows add nothing (they may hold NaN).
+        edges_2: ``[2]`` fp32, from `histogram_edges` of the bias in use.
+        counts_EB: ``[E, bins]`` contiguous int32.
+    """
+    experts, bins = counts_EB.shape
+    if scores_TE.device.type == "cpu":
+        if not bool(valid_T.all()):
+            scores_TE, cutoff_T = scores_TE[valid_T], cutoff_T[valid_T]
+        ones = torch.ones((), dtype=torch.int32)
+        for rows in range(0, scores_TE.shape[0], _ROWS):
+            for first in range(0, experts, _COLUMNS):
+                part_EB = counts_EB[first : first + _COLUMNS]
+                part_TE = scores_TE[rows : rows + _ROWS, first : first + _COLUMNS]
+                index_N = _flat_bins(part_TE, cutoff_T[rows : rows + _ROWS], edges_2, bins).view(-1)
+                part_EB.view(-1).index_add_(0, index_N, ones.expand(index_N.shape[0]))
+        return
+    # no value is read back from the device: rows that do not count add 0
+    scores_TE = torch.where(valid_T[:, None], scores_TE, 0)
+    cutoff_T = torch.where(valid_T, cutoff_T, 0)
+    index_TE = _flat_bins(scores_TE, cutoff_T, edges_2, bins)
+    counts_EB.view(-1).index_add_(0, index_TE.view(-1), valid_T.int()[:, None].expand(-1, experts).reshape(-1))
+
+
+def _flat_bins(scores_TE: Tensor, cutoff_T: Tensor, edges_2: Tensor, bins: int) -> Tensor:
+    """Index ``expert * bins + bin`` of every required bias, ``[T, E]`` int32."""
+    # the last rounding may step over an end of the exact range by one ulp, hence the clamp
+    place_TE = (cutoff_T[:, None] - scores_TE).sub_(edges_2[0]).mul_(1.0 / edges_2[1]).clamp_(0, bins - 1)
+    first_E = torch.arange(scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device) * bins
+    return place_TE.int().add_(first_E)
+
+
+def quantile_from_histogram(counts_EB: Tensor, edges_2: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k/E quantile of each expert's required bias, linear within its bin (K3 report, appendix D).
+
+    Args:
+        counts_EB: ``[E, bins]`` integer counts; every row sums to the number of tokens m.
+        edges_2: ``[2]`` fp32 lower end and width.
+        k: experts per token, < E.
+
+    Returns:
+        ``[E]`` fp64 required biases (finite whatever the counts) and the scalar int64 m.
+    """
+    experts, bins = counts_EB.shape
+    below_EB = counts_EB.cumsum(1, dtype=torch.int64)
+    tokens = below_EB[0, -1]
+    wanted = tokens * k  # q = wanted / E; integers decide the bin, so that no rounding of q can
+    bin_E1 = (below_EB * experts < wanted).sum(1, keepdim=True).clamp_(max=bins - 1)
+    inside_E = counts_EB.gather(1, bin_E1).squeeze(1)
+    before_E = below_EB.gather(1, bin_E1).squeeze(1) - inside_E
+    part_E = ((wanted.double() / experts - before_E) / inside_E.clamp(min=1)).clamp_(0.0, 1.0)
+    low, width = edges_2.double().unbind()
+    return low + (bin_E1.squeeze(1) + part_E) * width, tokens
+
+
+def exact_quantile(required_TE: Tensor, k: int) -> Tensor:
+    """The (q+1)-th smallest required bias of each expert, q = m k / E (K3 report Eq. 14), for any m >= 1.
+
+    A q that is not a whole number lies between two order statistics and is interpolated, so fewer tokens than
+    experts (q < 1) are no special case. Equal to minus the (q+1)-th largest margin s - cutoff.
+
+    Args:
+        required_TE: ``[m, E]`` finite required biases.
+        k: experts per token, < E.
+
+    Returns:
+        ``[E]`` fp64.
+    """
+    tokens, experts = required_TE.shape
+    whole, rest = divmod(tokens * k, experts)
+    columns_ET = required_TE.t().contiguous()
+    low_E = columns_ET.kthvalue(min(whole + 1, tokens), dim=1).values.double()
+    if rest == 0:
+        return low_E
+    high_E = columns_ET.kthvalue(min(whole + 2, tokens), dim=1).values.double()
+    return low_E + (high_E - low_E) * (rest / experts)
+
+
+def centred(bias_E: Tensor) -> Tensor:
+    """Bias minus its mean, in fp64: one constant for all experts changes no choice, and would drift if left in."""
+    return bias_E - bias_E.mean()
+
+
+def cutoffs(scores_TE: Tensor, bias_E: Tensor, k: int) -> Tensor:
+    """The (k+1)-th largest biased score of each token, ``[T]``; k < E."""
+    biased_TE = scores_TE + bias_E
+    return torch.topk(biased_TE, k + 1, dim=1).values[:, k]
+
+
+@torch.no_grad()
+def solve_bias(
+    scores_TE: Tensor, bias_E: Tensor, k: int, method: str = "exact", bins: int = 1000, mask_T: Tensor | None = None
+) -> Tensor:
+    """One update of Quantile Balancing from a whole batch of scores (K3 report Eq. 13-14).
+
+    Args:
+        scores_TE: ``[T, E]`` raw scores in [0, 1] (any range with ``method="exact"``), floating point.
+        bias_E: ``[E]`` fp32 or fp64, the bias the batch was routed with.
+        k: experts per token, 1 to E; with k = E every expert gets every token and the bias is 0.
+        method: ``"exact"`` order statistics, or ``"histogram"``, the report's estimator with an error of at most a
+            bin's width.
+        bins: number of bins of the histogram.
+        mask_T: ``[T]`` bool, true for tokens that count; default all. Rows with a non-finite score never count.
+
+    Returns:
+        ``[E]`` of the dtype of ``bias_E``, mean 0, always finite. Without a token that counts: ``bias_E`` itself, copied.
+
+    Raises:
+        ValueError: bad shapes, dtypes, ``k``, ``method``, ``bins``, a non-finite bias, or scores outside [0, 1] for
+            the histogram.
+    """
+    _check_solve(scores_TE, bias_E, k, method, bins, mask_T)
+    if k == scores_TE.shape[1]:
+        return torch.zeros_like(bias_E)
+    scores_TE = scores_TE.detach()
+    if scores_TE.dtype not in (torch.float32, torch.float64):
+        scores_TE = scores_TE.float()
+    valid_T = scores_TE.isfinite().all(1)
+    if mask_T is not None:
+        valid_T = valid_T & mask_T
+    scores_TE = scores_TE[valid_T]
+    if scores_TE.shape[0] == 0:
+        return bias_E.clone()
+    cutoff_T = cutoffs(scores_TE, bias_E, k)
+    if method == "exact":
+        return centred(exact_quantile(cutoff_T[:, None] - scores_TE, k)).to(bias_E.dtype)
+    low, high = float(scores_TE.min()), float(scores_TE.max())
+    if low < 0.0 or high > 1.0:
+        raise ValueError(
+            f"scores_TE: found values in [{low:.6g}, {high:.6g}], need [0, 1] for method 'histogram': its range is exact "
+            "only for sigmoid or softmax scores"
+        )
+    edges_2 = histogram_edges(bias_E, bins)
+    counts_EB = torch.zeros(scores_TE.shape[1], bins, dtype=torch.int32, device=scores_TE.device)
+    count_required_bias(scores_TE, cutoff_T, torch.ones_like(cutoff_T, dtype=torch.bool), edges_2, counts_EB)
+    required_E, _ = quantile_from_histogram(counts_EB, edges_2, k)
+    return centred(required_E).to(bias_E.dtype)
+
+
+def _check_solve(scores_TE: Tensor, bias_E: Tensor, k: int, method: str, bins: int, mask_T: Tensor | None) -> None:
+    if scores_TE.ndim != 2 or not scores_TE.is_floating_point():
+        raise ValueError(
+            f"scores_TE: found shape {tuple(scores_TE.shape)} of {scores_TE.dtype}, need a floating-point [T, E]"
+        )
+    tokens, experts = scores_TE.shape
+    check_bias(bias_E, experts)
+    check_k(k, experts)
+    if method not in ("exact", "histogram"):
+        raise ValueError(f"method: found {method!r}, need 'exact' or 'histogram'")
+    if bins < 1:
+        raise ValueError(f"bins: found {bins}, need at least 1")
+    if mask_T is not None:
+        check_mask(mask_T, tokens)
+    if not bool(bias_E.isfinite().all()):
+        raise ValueError("bias_E: found a non-finite value, need finite biases")
+
+
+def check_k(k: int, experts: int) -> None:
+    """Raise ValueError unless 1 <= k <= experts."""
+    if not 1 <= k <= experts:
+        raise ValueError(f"k: found {k}, need 1 <= k <= {experts}, the number of experts")
+
+
+def check_bias(bias_E: Tensor, experts: int) -> None:
+    """Raise ValueError unless the bias is ``[experts]`` in fp32 or fp64 (a bf16 bias loses small corrections)."""
+    if bias_E.shape != (experts,):
+        raise ValueError(f"bias_E: found shape {tuple(bias_E.shape)}, need [{experts}], one value an expert")
+    if bias_E.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"bias_E: found dtype {bias_E.dtype}, need float32 (or float64); keep it out of model.to(dtype)"
+        )
+
+
+def check_mask(mask_T: Tensor, tokens: int) -> None:
+    """Raise ValueError unless the mask is a bool vector of length ``tokens``."""
+    if mask_T.shape != (tokens,) or mask_T.dtype != torch.bool:
+        raise ValueError(
+            f"mask_T: found shape {tuple(mask_T.shape)} of {mask_T.dtype}, need [{tokens}] bool, true for real tokens"
+        )
+
+
+@torch.no_grad()
+def balanced_assignment(
+    scores_TE: Tensor, k: int, iterations: int = 100, bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Oracle: the alternating solver of the assignment problem (K3 report, appendix C, algorithm 1), in fp64.
+
+    Maximise the chosen scores with k experts a token and m k / E tokens an expert. Its dual is minimised over the
+    tokens' multipliers (the cutoffs) and the experts' (minus the bias) in turn. One iteration is what one training
+    step does with a fresh batch.
+
+    The dual is not smooth: the descent may stall a little above its minimum, or swing between two ends of a flat
+    stretch. So the iterate whose loads are most even is the one returned, not the last.
+
+    Args:
+        scores_TE: ``[T, E]`` finite scores of any range, T >= 1.
+        k: experts per token, 1 to E.
+        iterations: updates of the bias.
+        bias_E: start; default 0.
+
+    Returns:
+        ids ``[T, k]`` int64 and bias ``[E]`` fp64 with mean 0.
+
+    Raises:
+        ValueError: bad shapes or ``k``, no token, or a non-finite score.
+    """
+    start_E = torch.zeros(scores_TE.shape[-1], dtype=torch.float64, device=scores_TE.device)
+    bias_E = start_E if bias_E is None else bias_E.double()
+    _check_solve(scores_TE, bias_E, k, "exact", 1, None)
+    if scores_TE.shape[0] == 0 or not bool(scores_TE.isfinite().all()):
+        raise ValueError("scores_TE: found no token or a non-finite score, need at least one token and finite scores")
+    scores_TE = scores_TE.double()
+    experts = scores_TE.shape[1]
+    best_ids_TK = top_ids(scores_TE + bias_E, k)
+    if k == experts:
+        return best_ids_TK, start_E
+    best_bias_E, best = bias_E, _spread(best_ids_TK, experts)
+    for _ in range(iterations):
+        bias_E = centred(exact_quantile(cutoffs(scores_TE, bias_E, k)[:, None] - scores_TE, k))
+        ids_TK = top_ids(scores_TE + bias_E, k)
+        if (spread := _spread(ids_TK, experts)) < best:
+            best_ids_TK, best_bias_E, best = ids_TK, bias_E, spread
+    return best_ids_TK, centred(best_bias_E)
+
+
+def _spread(ids_TK: Tensor, experts: int) -> int:
+    """Sum of squared loads: smallest when they are even."""
+    return int(torch.bincount(ids_TK.reshape(-1), minlength=experts).square().sum())
