@@ -1,7 +1,7 @@
 """What every benchmark shares: a check that the machine is quiet, interleaved timing, and records on disk.
 
-A record is one flat JSON object, ``{"benchmark", "case", "gates", "impl", "ms", "peak_bytes", "floor_fraction", "error",
-"hardware", "versions", "date"}``; fields that do not apply are null. ``write_records`` puts a run's records into
+A record is one flat JSON object, ``{"benchmark", "case", "gates", "impl", "ms", "peak_bytes", "floor_fraction",
+"error", "hardware", "versions", "date"}``; fields that do not apply are null. ``write_records`` puts a run's records into
 ``benchmarks/results/<benchmark>-<hardware>-<date>.json``. Tables and plots in the docs are made from those files.
 
 Import this module before torch is given its threads: ``threads(n)`` sets every thread pool once.
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
@@ -214,7 +214,7 @@ def write_records(
     replaced. The file is written under a temporary name and then renamed.
     """
     where = slug(device) if device else hardware()
-    day = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    day = datetime.now(UTC).strftime("%Y-%m-%d")
     common = {"hardware": where, "versions": versions(*packages), "date": day}
     new = [{**asdict(record), **common} for record in records]
     folder.mkdir(parents=True, exist_ok=True)
