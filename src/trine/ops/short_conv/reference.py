@@ -11,8 +11,8 @@ def short_conv_reference(
 ) -> Tensor:
     """Convolve each sequence ``bounds[n]:bounds[n+1]`` of a packed row, token by token.
 
-    ``y_t = act( sum_j w_j * x_{t-W+1+j} )`` (K3 report, arXiv 2607.24653, section 2.1.1; Kimi Linear, arXiv 2510.26692),
-    where inputs before a sequence's first token come from its carried window, or are zero.
+    ``y_t = act( sum_j w_j * x_{t-W+1+j} )`` (K3 report, arXiv 2607.24653, Eq. 2; Kimi Linear, arXiv
+    2510.26692), where inputs before a sequence's first token come from its carried window, or are zero.
 
     Args:
         x_TC: inputs, packed.

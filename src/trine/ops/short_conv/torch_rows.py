@@ -22,7 +22,7 @@ def _sigmoid(z: Tensor) -> Tensor:
 
 
 def _sum_of_products(a_TC: Tensor, b_TC: Tensor) -> Tensor:
-    """sum_t a_t * b_t per channel, in fixed blocks added from the first to the last: zero rows appended change nothing."""
+    """sum_t a_t * b_t per channel, in fixed blocks added in order: zero rows appended change nothing."""
     tokens, channels = a_TC.shape
     total_C = a_TC.new_zeros(channels)
     for start in range(0, tokens, _BLOCK):
