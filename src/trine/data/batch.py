@@ -77,10 +77,13 @@ class Batch:
         return self.supervised_bytes
 
     @property
-    def is_real_T(self) -> Tensor:
-        """bool [T]: False at padding, whose tokens must not count in router statistics."""
+    def mask_T(self) -> Tensor | None:
+        """bool [T], False at padding, whose tokens must not count in router statistics; None without padding."""
+        real_N = self.source_N >= 0
+        if self.source_N.device.type == "cpu" and bool(real_N.all()):
+            return None
         lengths_N = (self.cu_seqlens_N1[1:] - self.cu_seqlens_N1[:-1]).to(torch.int64)
-        return torch.repeat_interleave(self.source_N >= 0, lengths_N, output_size=self.tokens)
+        return torch.repeat_interleave(real_N, lengths_N, output_size=self.tokens)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on ``device``; the batch itself when it is there already."""
