@@ -1,0 +1,1 @@
+"""Level 6: what people look at. Every figure once (`figures`), and every page that shows them."""
