@@ -1,8 +1,9 @@
 """What every benchmark shares: a check that the machine is quiet, interleaved timing, and records on disk.
 
-A record is one flat JSON object, ``{"benchmark", "case", "gates", "impl", "ms", "peak_bytes", "floor_fraction",
-"error", "hardware", "versions", "date"}``; fields that do not apply are null. ``write_records`` puts a run's records into
-``benchmarks/results/<benchmark>-<hardware>-<date>.json``. Tables and plots in the docs are made from those files.
+A record is one flat JSON object with the fields ``benchmark``, ``case``, ``gates``, ``impl``, ``ms``, ``peak_bytes``,
+``floor_fraction``, ``error``, ``hardware``, ``versions``, ``date`` and a few more; fields that do not apply are null.
+``write_records`` puts the records of a run into ``benchmarks/results/<benchmark>-<hardware>-<date>.json``; tables and
+plots in the docs are made from those files.
 
 Import this module before torch is given its threads: ``threads(n)`` sets every thread pool once.
 """
