@@ -1,0 +1,1 @@
+"""Training: plan, optimizers, checkpoints and the loop. Importing this package loads no framework."""

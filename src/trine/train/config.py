@@ -1,0 +1,336 @@
+"""What a training run is: one frozen dataclass, shared by TOML files and the command line. Loads no framework.
+
+Few fields decide the rest: `preset` names the model and the plan made for it. The trajectory (everything that changes
+the numbers a run produces) is told apart from what may change when a run is resumed: see `OPERATIONAL`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trine.config import ModelConfig, from_dict, preset, to_dict
+
+
+def _need(holds: bool, name: str, found: object, needed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: found {found!r}, need {needed}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One context length of the curriculum. Tokens a step stay the same when a stage changes the row length."""
+
+    length: int = 256  # tokens of a row: the longest context a token can see
+    share: float = 1.0  # of the planned tokens; the shares of all stages add up to 1
+    step_tokens: int = 16_384  # tokens an optimizer step
+    micro_tokens: int = 4_096  # tokens a forward and backward pass; on a CPU the activations of 4096 stay in the cache
+    recompute: bool = False  # keep only sublayer inputs for the backward pass: less memory, a quarter more time
+
+    def __post_init__(self) -> None:
+        _need(self.length >= 2, "stages.length", self.length, "at least 2")
+        _need(0 < self.share <= 1, "stages.share", self.share, "more than 0, at most 1")
+        fits = self.micro_tokens % self.length == 0 and self.micro_tokens > 0
+        _need(fits, "stages.micro_tokens", self.micro_tokens, f"a multiple of the row length {self.length}")
+        fits = self.step_tokens % self.micro_tokens == 0 and self.step_tokens > 0
+        _need(fits, "stages.step_tokens", self.step_tokens, f"a multiple of micro_tokens = {self.micro_tokens}")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peak learning rates. Three groups, because a short plan wants embeddings to grow fast and gates to stay calm."""
+
+    muon: float = 1e-2  # matrices, each head and each expert alone; the update has root mean square 0.2 x this
+    embeddings: float = 2e-2  # AdamW: token embedding and output head
+    other: float = 2e-3  # AdamW: norms, gains, depth queries, convolutions, A_log, dt_bias
+
+    def __post_init__(self) -> None:
+        for name in ("muon", "embeddings", "other"):
+            _need(getattr(self, name) > 0, f"rates.{name}", getattr(self, name), "more than 0")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """What K3 states (weight decay 0.1, 1 % warm-up, cosine) and, where it is silent, what Kimi K2's recipe used."""
+
+    rates: Rates = field(default_factory=Rates)
+    warmup: float = 0.01  # share of the planned tokens with a linearly growing rate
+    final: float = 0.0  # fraction of the rate left at the end of the cosine
+    weight_decay: float = 0.1  # decoupled; never on norms, gains, biases, depth queries, A_log, dt_bias
+    clip: float = 1.0  # largest global gradient norm
+    momentum: float = 0.95  # Muon, Nesterov
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    eps: float = 1e-8  # AdamW
+
+    def __post_init__(self) -> None:
+        _need(0 <= self.warmup < 1, "optimizer.warmup", self.warmup, "0 to below 1")
+        _need(0 <= self.final <= 1, "optimizer.final", self.final, "0 to 1")
+        _need(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
+        _need(self.clip > 0, "optimizer.clip", self.clip, "more than 0")
+        for name in ("momentum", "beta1", "beta2"):
+            _need(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "0 to below 1")
+        _need(self.eps > 0, "optimizer.eps", self.eps, "more than 0")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read."""
+
+    source: str = "stdlib"  # "stdlib", the running interpreter's own library, or a folder of text files
+    held_out_one_in: int = 20  # one document in this many is kept for evaluation
+    vocabulary: int = 0  # tokens of the vocabulary learned from it; 0 takes the model preset's
+
+    def __post_init__(self) -> None:
+        _need(bool(self.source), "data.source", self.source, "'stdlib' or a folder")
+        _need(self.held_out_one_in >= 2, "data.held_out_one_in", self.held_out_one_in, "at least 2")
+        _need(self.vocabulary >= 0, "data.vocabulary", self.vocabulary, "0 (the preset's) or more")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """What is measured at the end of a run."""
+
+    run: bool = True  # evaluate, and write a sample, when the plan is done
+    context: int = 2_048  # tokens of context a held-out document is read with
+    sample_tokens: int = 200  # length of the sample the run writes at the end; 0 writes none
+    prompt: str = "def "  # what the sample begins with
+
+    def __post_init__(self) -> None:
+        _need(self.context >= 2, "eval.context", self.context, "at least 2")
+        _need(self.sample_tokens >= 0, "eval.sample_tokens", self.sample_tokens, "0 or more")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole training run. ``TrainConfig()`` is the `laptop` plan; `train_preset` gives the others.
+
+    Raises:
+        ValueError: at construction, naming the field, the value found and the value needed.
+    """
+
+    preset: str = "laptop"  # the model: smoke, laptop, 130m, 400m, 1b, k3
+    model: tuple[str, ...] = ()  # fields of the model changed from the preset, as "width=96" (TOML: a table)
+    run: str = ""  # name of the run's folder; empty takes the preset's name and the first free number
+    runs: str = "runs"  # folder that holds all runs
+    resume: bool = False  # go on with the run from its newest valid checkpoint
+    seed: int = 0  # of initialisation and of the order of the data
+    tokens: int = 4_915_200  # planned total: the cosine ends here
+    stages: tuple[Stage, ...] = (Stage(),)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products; what must stay fp32 does (docs/precision.md)
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes a card when torch sees one
+    threads: int = 0  # CPU threads; 0 chooses
+    checkpoint_every: int = 50  # steps; 0 saves only at the end
+    keep: int = 2  # newest checkpoints that are kept
+
+    def __post_init__(self) -> None:
+        preset(self.preset)
+        _need(self.run not in (".", "..") and "/" not in self.run, "run", self.run, "a plain folder name")
+        _need(bool(self.runs), "runs", self.runs, "a folder")
+        _need(self.tokens > 0, "tokens", self.tokens, "more than 0")
+        _need(bool(self.stages), "stages", self.stages, "at least one")
+        shares = sum(stage.share for stage in self.stages)
+        _need(abs(shares - 1) < 1e-6, "stages.share", round(shares, 6), "shares that add up to 1")
+        lengths = [stage.length for stage in self.stages]
+        _need(lengths == sorted(lengths), "stages.length", lengths, "lengths that never shrink")
+        _need(self.precision in ("fp32", "bf16"), "precision", self.precision, "'fp32' or 'bf16'")
+        _need(self.device in ("auto", "cpu", "cuda"), "device", self.device, "'auto', 'cpu' or 'cuda'")
+        _need(self.threads >= 0, "threads", self.threads, "0 (choose) or more")
+        _need(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "0 or more")
+        _need(self.keep >= 1, "keep", self.keep, "at least 1")
+        self.model_config()
+
+    def model_config(self) -> ModelConfig:
+        """The preset's model with this run's changes."""
+        base = preset(self.preset)
+        try:
+            changes = dict(_model_change(one) for one in self.model)
+            _need("vocab_size" not in changes, "vocab_size", changes.get("vocab_size"), "data.vocabulary to set it")
+            return from_dict({**to_dict(base), "vocab_size": self.data.vocabulary or base.vocab_size, **changes})
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from error
+
+
+# Fields that may differ when a run is resumed: none of them changes what a step computes beyond rounding.
+OPERATIONAL = frozenset({"run", "runs", "resume", "eval", "device", "threads", "checkpoint_every", "keep"})
+
+
+def _model_change(text: str) -> tuple[str, Any]:
+    """``"width=96"`` as (name, value), with the value checked against the type of that field of `ModelConfig`."""
+    name, equals, value = text.partition("=")
+    _need(bool(equals), name, text, "NAME=VALUE")
+    hints = typing.get_type_hints(ModelConfig)
+    if name not in hints:
+        return name, value  # the configuration has the better message
+    kind = hints[name]
+    if typing.get_origin(kind) is Literal:
+        return name, value
+    try:
+        parsed = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        parsed = value
+    if kind == tuple[int, ...]:
+        fits = isinstance(parsed, tuple | list) and all(type(one) is int for one in parsed)
+        _need(fits, name, value, "layer numbers, as (1,3)")
+        return name, tuple(parsed)
+    if isinstance(kind, types.UnionType):
+        if parsed is None:
+            return name, None
+        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+    return name, _typed(kind, parsed, name)
+
+
+TRAIN_PRESETS: dict[str, TrainConfig] = {
+    # Half a minute of training on two cores: enough to see the loss fall and every part at work.
+    "smoke": TrainConfig(
+        preset="smoke",
+        tokens=491_520,
+        stages=(Stage(length=128, step_tokens=4_096, micro_tokens=4_096),),
+        optimizer=OptimizerConfig(warmup=0.04),
+        data=DataConfig(vocabulary=512),
+        eval=EvalConfig(context=512, sample_tokens=120),
+        checkpoint_every=0,
+        keep=1,
+    ),
+    # The main job: twelve minutes of training on two quiet cores.
+    "laptop": TrainConfig(),
+}
+
+
+def train_preset(name: str) -> TrainConfig:
+    """The training plan that comes with the model preset ``name``.
+
+    Raises:
+        ValueError: no such plan; for a model that has none the message says how to write one.
+    """
+    if name in TRAIN_PRESETS:
+        return TRAIN_PRESETS[name]
+    preset(name)  # an unknown model has its own message
+    have = ", ".join(TRAIN_PRESETS)
+    raise ValueError(f"preset: {name!r} is a model without a training plan (plans: {have}); write one in a TOML file")
+
+
+def train_to_dict(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as JSON-ready values; `train_from_dict` reads it back."""
+    return typing.cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(config))))
+
+
+def train_from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> TrainConfig:
+    """Build a configuration from nested plain values (JSON, TOML).
+
+    Args:
+        values: fields to set; tables for nested dataclasses, a list of tables for ``stages``.
+        base: where all other fields come from; None takes the plan that ``values["preset"]`` names, or the default.
+
+    Raises:
+        ValueError: an unknown key (with the nearest name), a value of the wrong type, or one out of range.
+    """
+    if base is None:
+        name = values.get("preset", "laptop")
+        base = TRAIN_PRESETS[name] if name in TRAIN_PRESETS else TrainConfig(preset=_typed(str, name, "preset"))
+    return typing.cast(TrainConfig, _merge(base, values, ""))
+
+
+def load_toml(path: str | Path) -> TrainConfig:
+    """Read a run from a TOML file; its ``preset`` names the plan that every key it does not set comes from.
+
+    Raises:
+        ValueError: the file is missing, no TOML, or has a bad key or value; the message names the file and the key.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a TOML file ({error})") from error
+    try:
+        return train_from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _merge(base: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    """``base`` (a dataclass) with the fields in ``values``; ``prefix`` is where we are, for messages."""
+    hints = typing.get_type_hints(type(base))
+    changes = {}
+    for key, value in values.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            raise ValueError(f"{prefix}{key}: no such key" + (f"; did you mean {prefix}{near[0]!s}?" if near else ""))
+        changes[key] = _convert(hints[key], value, prefix + key, getattr(base, key))
+    return dataclasses.replace(base, **changes)
+
+
+def _convert(kind: Any, value: Any, name: str, current: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        _need(isinstance(value, Mapping), name, value, "a table")
+        return _merge(current, value, name + ".")
+    if kind == tuple[Stage, ...]:
+        _need(isinstance(value, list | tuple), name, value, "a list of tables")
+        return tuple(_merge(Stage(), _typed(Mapping, one, name), f"{name}.") for one in value)
+    if name == "model" and isinstance(value, Mapping):
+        return tuple(f"{key}={tuple(one) if isinstance(one, list) else one}" for key, one in value.items())
+    if kind == tuple[str, ...]:
+        fits = isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+        _need(fits, name, value, "a table, or a list of NAME=VALUE")
+        return tuple(value)
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        _need(value in choices, name, value, f"one of {', '.join(choices)}")
+        return value
+    return _typed(kind, value, name)
+
+
+def _typed(kind: Any, value: Any, name: str) -> Any:
+    """``value`` when it is a ``kind``; whole numbers serve as floats, but booleans are no numbers."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    _need(fits, name, value, f"a value of type {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def trajectory(config: TrainConfig) -> dict[str, Any]:
+    """The fields that decide what a run computes, with the model spelled out, flat: dotted name to value."""
+    flat: dict[str, Any] = {f"model.{key}": value for key, value in to_dict(config.model_config()).items()}
+
+    def walk(values: Mapping[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{key}.")
+            elif isinstance(value, list) and value and isinstance(value[0], dict):
+                for index, one in enumerate(value):
+                    walk(one, f"{prefix}{key}.{index}.")
+            else:
+                flat[prefix + key] = value
+
+    rest = {key: value for key, value in train_to_dict(config).items() if key not in OPERATIONAL | {"model", "preset"}}
+    walk(rest, "")
+    return flat
+
+
+def config_hash(config: TrainConfig) -> str:
+    """SHA-256 of `trajectory`, hexadecimal: runs with the same hash, data and machine compute the same numbers."""
+    return hashlib.sha256(json.dumps(trajectory(config), sort_keys=True).encode()).hexdigest()
+
+
+def first_difference(wanted: TrainConfig, stored: TrainConfig) -> str | None:
+    """One line naming the first field of the trajectory in which two configurations differ, or None."""
+    here, there = trajectory(wanted), trajectory(stored)
+    for key in sorted(here.keys() | there.keys()):
+        if here.get(key) != there.get(key):
+            return f"{key}: found {here.get(key)!r}, the stored run has {there.get(key)!r}"
+    return None

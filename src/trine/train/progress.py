@@ -1,0 +1,63 @@
+"""Live progress in the terminal; plain lines where there is none."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from trine.train.callbacks import Callback
+from trine.train.metrics import StepRecord
+from trine.train.trainer import Trainer
+
+_LINE_EVERY = 15.0  # seconds between plain lines
+_SMOOTH = 0.9  # of the speed, from which the time left is told
+
+
+class ShowProgress(Callback):
+    """Loss, bits per byte, speed, balance and time left, one line that is redrawn; in a log, a line now and then."""
+
+    name = "progress"
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._seconds_a_token = 0.0
+        self._last_line = -_LINE_EVERY
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Draw the bar."""
+        if self.console.is_terminal:
+            columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
+            self._bar = Progress(*columns, console=self.console, refresh_per_second=4)
+            self._task = self._bar.add_task("", total=trainer.plan.steps, completed=trainer.step, line="first step ...")
+            self._bar.start()
+
+    def on_step(self, trainer: Trainer, record: StepRecord) -> None:
+        """Redraw the bar, or print a line when the last one is old."""
+        pace = 1 / record.tokens_per_s if record.tokens_per_s else 0.0
+        share = _SMOOTH if self._seconds_a_token else 0.0
+        self._seconds_a_token = share * self._seconds_a_token + (1 - share) * pace
+        line = progress_line(record, self._seconds_a_token * (trainer.plan.tokens - record.tokens))
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=record.step, line=line)
+        elif time.monotonic() - self._last_line >= _LINE_EVERY or record.step == trainer.plan.steps:
+            self._last_line = time.monotonic()
+            self.console.print(f"step {record.step}/{trainer.plan.steps}  {line}", highlight=False)
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def progress_line(record: StepRecord, seconds_left: float) -> str:
+    """The figures of a step in one line."""
+    bits = "" if record.bits_per_byte is None else f"  {record.bits_per_byte:.3f} bits/byte"
+    balance = f"  MaxVio {max(record.max_vio):.2f}  dead {record.dead_experts}" if record.max_vio else ""
+    minutes, seconds = divmod(round(seconds_left), 60)
+    left = f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+    skipped = "" if record.updated else "  [no update]"
+    return f"loss {record.loss:.3f}{bits}  {record.tokens_per_s:,.0f} tokens/s{balance}  {left} left{skipped}"
