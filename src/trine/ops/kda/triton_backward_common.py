@@ -1,0 +1,119 @@
+"""Pieces that the three backward kernels share: where a chunk lies, the gate, prefix sums, exact powers of two."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK: tl.constexpr = tl.constexpr(32)
+"""Tokens a chunk. At |log decay| <= 5 a 32-token span is 231 binary digits, which fits fp32 around a constant anchor."""
+
+
+@triton.jit
+def locate(cu_seqlens, slot, tokens, sequences, PACKED: tl.constexpr, SEARCH: tl.constexpr):
+    """Find the chunk that owns ``slot``.
+
+    Unpacked, sequence n owns ``cdiv(tokens, 32)`` slots. Packed, it owns the slots from ``cu[n] // 32 + n`` on: wide
+    enough for any split of the row, and known without reading a length back to the host. Slots past the last sequence
+    belong to a virtual one that covers the tokens after ``cu[N]`` (there are none in a well-formed row).
+
+    Returns:
+        ``(n, first_token, rows)``: sequence index (``sequences`` for the virtual one), first token of the chunk in the
+        packed or flattened row (int64), and how many of its 32 rows exist (<= 0: the slot is unused).
+    """
+    if PACKED:
+        low = slot * 0
+        high = low + sequences
+        for _ in tl.static_range(SEARCH):
+            middle = (low + high + 1) // 2
+            begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + middle).to(tl.int64), 0), tokens)
+            inside = begin // CHUNK + middle <= slot
+            low = tl.where(inside, middle, low)
+            high = tl.where(inside, high, middle - 1)
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + low).to(tl.int64), 0), tokens)
+        end = tl.load(cu_seqlens + tl.minimum(low + 1, sequences)).to(tl.int64)
+        end = tl.where(low == sequences, tokens, tl.minimum(tl.maximum(end, 0), tokens))
+        chunk = tl.maximum(slot - begin // CHUNK - low, 0)
+        n = low
+    else:
+        chunks = (tokens + CHUNK - 1) // CHUNK
+        n = slot // chunks
+        chunk = slot - n * chunks
+        begin = n.to(tl.int64) * tokens
+        end = begin + tokens
+    first = begin + chunk.to(tl.int64) * CHUNK
+    rows = tl.minimum(end - first, CHUNK).to(tl.int32)
+    return n, first, rows
+
+
+@triton.jit
+def span(cu_seqlens, n, tokens, PACKED: tl.constexpr):
+    """First slot, number of chunks and first token (int64) of sequence ``n``; see ``locate``."""
+    if PACKED:
+        begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0), tokens)
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), 0), tokens)
+        first_slot = (begin // CHUNK).to(tl.int32) + n
+    else:
+        begin = n.to(tl.int64) * tokens
+        end = begin + tokens
+        first_slot = n * ((tokens + CHUNK - 1) // CHUNK)
+    chunks = ((tl.maximum(end - begin, 0) + CHUNK - 1) // CHUNK).to(tl.int32)
+    return first_slot, chunks, begin, end
+
+
+@triton.jit
+def exp2(x, FAST: tl.constexpr):
+    """2**x; ``FAST`` takes the machine instruction without the handling of denormal results."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def sigmoid(x, FAST: tl.constexpr):
+    """1 / (1 + exp(-x)) in fp32."""
+    denominator = 1.0 + exp2(-1.4426950408889634 * x, FAST)
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / denominator
+
+
+@triton.jit
+def product(a, b, acc, DT: tl.constexpr):
+    """``acc + a @ b`` with fp32 accumulation; fp32 operands keep fp32-like accuracy (three tf32 products)."""
+    if DT == tl.float32:
+        return tl.dot(a, b, acc, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def triangular_sum(ones, x, acc, DT: tl.constexpr):
+    """``acc + ones @ x`` for a 0/1 matrix: a sum over tokens on the matrix unit.
+
+    16-bit operands take x as two parts, so 16 of its bits enter; a scan over rows would cost four times as many
+    instructions because its operands change lanes at every step.
+    """
+    if DT == tl.float32:
+        return tl.dot(ones.to(tl.float32), x, acc, input_precision="tf32x3")
+    else:
+        high = x.to(DT)
+        low = (x - high.to(tl.float32)).to(DT)
+        return tl.dot(ones.to(DT), low, tl.dot(ones.to(DT), high, acc))
+
+
+@triton.jit
+def headroom(largest):
+    """Exact powers of two ``(up, down)``, up * down = 1, with ``largest * up`` in [128, 256).
+
+    Both are 1-like safe at 0, subnormal and non-finite values.
+    """
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+    up = tl.minimum(261 - exponent, 247)
+    return (up << 23).to(tl.float32, bitcast=True), ((254 - up) << 23).to(tl.float32, bitcast=True)
