@@ -1,0 +1,248 @@
+"""Kimi Delta Attention with a bounded decay gate: the operator, its decode step and the algebra of segments.
+
+Sources: K3 report (arXiv 2607.24653) Eq. 1-5 and 17; Kimi Linear (arXiv 2510.26692) for the unbounded gate.
+The derivation, range argument and measurements are in the README of this folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from trine.ops._backend import pick
+from trine.ops.kda._checks import PLANS, TILE, check_inputs
+from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype
+from trine.ops.kda.layout import make_layout
+from trine.ops.kda.pairwise import kda_pairwise
+from trine.ops.kda.reference import kda_reference
+from trine.ops.kda.state import advance, compose, zero_state
+from trine.ops.kda.step import kda_step
+from trine.ops.kda.torch_chunked import ChunkedKDA, Options
+
+__all__ = [
+    "GATE_KINDS",
+    "PLANS",
+    "TILE",
+    "advance",
+    "bounded_gate",
+    "compose",
+    "kda",
+    "kda_pairwise",
+    "kda_reference",
+    "kda_step",
+    "segment_state",
+    "zero_state",
+]
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    gate_kind: str = "bounded",
+    lower_bound: float = -5.0,
+    qk_norm: bool = True,
+    beta_is_logit: bool = True,
+    beta_max: float = 1.0,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    plan: str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule with a decay a channel: K3 report (arXiv 2607.24653) Eq. 1.
+
+    For every sequence and value head, from the state S ``[K, V]``::
+
+        S <- Diag(exp g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = scale * S^T q_t
+
+    Everything is computed in float32, or in float64 when q, k, v or gate is float64.
+
+    Args:
+        q, k: ``[B, T, H, K]``, any float dtype, any strides.
+        v: ``[B, T, HV, V]``, HV a multiple of H: value head h reads key head h // (HV / H).
+        gate: ``[B, T, HV, K]``, the input of the gate, see ``gate_kind``.
+        beta: ``[B, T, HV]``, the write strength or its logit.
+        A_log: ``[HV]``, log of the gate's slope (None: 0).
+        dt_bias: ``[HV, K]`` or ``[HV * K]``, the gate's bias (None: 0).
+        gate_kind: ``"bounded"``: g = lower_bound * sigmoid(exp(A_log) (gate + dt_bias)), report Eq. 5.
+            ``"softplus"``: g = -exp(A_log) softplus(gate + dt_bias), Kimi Linear. ``"log_decay"``: ``gate`` is g <= 0
+            itself. The last two may take any size; they are exact and strictly causal too, but slower (2 to 4 times on
+            a CPU): decays between the rows of a tile are then formed pair by pair instead of by a matrix product.
+        lower_bound: in (-5.5, 0), so that a tile of 16 tokens spans less than 88 in log space, the range of float32.
+        qk_norm: divide q and k by sqrt(sum x^2 + 1e-6) first.
+        beta_is_logit: beta -> beta_max * sigmoid(beta).
+        scale: factor of the output, default K^-1/2.
+        initial_state: ``[N, HV, K, V]`` float32 (float64 when computing in float64), N the number of sequences.
+        output_final_state: also return the states after the last tokens.
+        cu_seqlens: int32 or int64 ``[N + 1]``: with B = 1, sequence n is rows cu_seqlens[n] to cu_seqlens[n + 1].
+            Sequences may be empty; their state passes through. Without it every batch row is a sequence, N = B.
+        plan: ``"auto"``, ``"serial"`` or ``"segmented"``: how a backend may cut long sequences. The portable path cuts
+            every sequence into tiles of 16 tokens from its own start, whatever the plan, so all plans give the same
+            bits there.
+        backend: ``"auto"``, ``"reference"`` (token by token), ``"torch"`` (chunked, any device) or ``"triton"`` (CUDA).
+
+    Returns:
+        output ``[B, T, HV, V]`` in v's dtype, and the final states ``[N, HV, K, V]`` or None. Differentiable once in q,
+        k, v, gate, beta, A_log, dt_bias and initial_state.
+
+    Outputs before t, and gradients of a loss on them, keep every bit when anything at or after t, or in another
+    sequence, changes or is appended.
+
+    Raises:
+        ValueError: an argument of the wrong shape, dtype, device or value, by name.
+        BackendUnavailable: an explicit backend that cannot run here.
+    """
+    check_inputs(
+        q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
+        initial_state=initial_state, cu_seqlens=cu_seqlens, plan=plan,
+    )  # fmt: skip
+    run = _backend(backend, q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return run(
+        q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
+        qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale,
+        initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan,
+    )  # fmt: skip
+
+
+def segment_state(
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    gate_kind: str = "bounded",
+    lower_bound: float = -5.0,
+    qk_norm: bool = True,
+    beta_is_logit: bool = True,
+    beta_max: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    plan: str = "auto",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The affine map of each sequence's tokens on its state: K3 report (arXiv 2607.24653) Eq. 17.
+
+    Arguments are those of :func:`kda`. An empty sequence has the identity and a zero offset.
+
+    Returns:
+        transition ``[N, HV, K, K]`` and offset ``[N, HV, K, V]`` with ``S_out = transition @ S_in + offset``;
+        differentiable. Join the maps of neighbouring segments with :func:`compose`.
+
+    Raises:
+        ValueError: as :func:`kda`.
+    """
+    sizes = check_inputs(
+        None, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
+        initial_state=None, cu_seqlens=cu_seqlens, plan=plan,
+    )  # fmt: skip
+    # One run over V + K value columns: the offset starts from zero, the transition from the identity with values 0.
+    dtype = compute_dtype(k, v, gate)
+    n, hv, dk, dv = sizes.sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim
+    wide_v = torch.cat([v.to(dtype), v.new_zeros(*v.shape[:-1], dk, dtype=dtype)], dim=-1)
+    start = torch.cat([v.new_zeros(dk, dv, dtype=dtype), torch.eye(dk, dtype=dtype, device=v.device)], dim=-1)
+    _, final = _backend(backend, k.device)(
+        k, k, wide_v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
+        qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=1.0,
+        initial_state=start.expand(n, hv, dk, dv + dk).contiguous(), output_final_state=True, cu_seqlens=cu_seqlens,
+        plan=plan,
+    )  # fmt: skip
+    assert final is not None
+    offset, transition = final.split([dv, dk], dim=-1)
+    return transition, offset
+
+
+def _backend(name: str, device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The implementation to call with checked arguments. The only place that knows the names of backends."""
+    triton = None
+    if device.type != "cuda":
+        triton = f"needs CUDA tensors, found {device.type}"
+    elif importlib.util.find_spec("triton") is None:
+        triton = "needs the package triton (pip install 'trine[gpu]'), found none"
+    elif importlib.util.find_spec("trine.ops.kda.triton_forward") is None:
+        triton = "this build has no triton kernels"
+    chosen = pick("kda", name, device.type, {"triton": triton, "torch": None, "reference": None})
+    if chosen == "triton":
+        from trine.ops.kda.triton_forward import kda_triton
+
+        return kda_triton
+    return kda_reference if chosen == "reference" else _run_torch
+
+
+def _run_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    gate_kind: str = "bounded",
+    lower_bound: float = -5.0,
+    qk_norm: bool = True,
+    beta_is_logit: bool = True,
+    beta_max: float = 1.0,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    plan: str = "auto",
+    pairs: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The chunked portable path with checked arguments."""
+    batch, tokens, heads, channels = q.shape
+    hv, values = v.shape[2:]
+    groups = hv // heads
+    if groups > 1:
+        q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
+    if cu_seqlens is None:
+        lengths = [tokens] * batch
+    else:
+        bounds = cu_seqlens.tolist()
+        lengths = [b - a for a, b in pairwise(bounds)]
+    if not any(lengths):
+        dtype = compute_dtype(q, k, v, gate)
+        final = (
+            v.new_zeros(len(lengths), hv, channels, values, dtype=dtype)
+            if initial_state is None
+            else initial_state.clone()
+        )
+        return torch.zeros_like(v), final if output_final_state else None
+    options = Options(
+        gate_kind=gate_kind,
+        lower_bound=lower_bound,
+        qk_norm=qk_norm,
+        beta_is_logit=beta_is_logit,
+        beta_max=beta_max,
+        scale=channels**-0.5 if scale is None else scale,
+        pairs=pairs or gate_kind != "bounded",
+        groups=groups,
+    )
+    rows = batch * tokens
+    out, final = ChunkedKDA.apply(
+        q.reshape(rows, hv, channels),
+        k.reshape(rows, hv, channels),
+        v.reshape(rows, hv, values),
+        gate.reshape(rows, hv, channels),
+        beta.reshape(rows, hv),
+        A_log,
+        dt_bias,
+        initial_state,
+        len(lengths),
+        make_layout(lengths, q.device),
+        options,
+    )
+    return out.view(batch, tokens, hv, values), final if output_final_state else None
