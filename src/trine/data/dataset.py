@@ -31,11 +31,12 @@ def prepare(
     root = Path(folder)
     if (root / "manifest.json").exists():
         shards = Shards.open(root)
-        wanted = source if source == "stdlib" else Path(source).resolve().name
-        if shards.sources != (wanted,) or shards.tokenizer.vocab_size != vocab_size:
+        held = _held(shards)
+        wanted = (source if source == "stdlib" else str(Path(source).resolve()), vocab_size, one_in)
+        if held != wanted:
             raise DataError(
-                f"shards {root}: hold {', '.join(shards.sources)} with {shards.tokenizer.vocab_size} ids, "
-                f"asked for {wanted} with {vocab_size}; name another folder"
+                f"shards {root}: hold source {held[0]}, {held[1]} ids, 1 in {held[2]} held out; "
+                f"asked for {wanted[0]}, {wanted[1]} ids, 1 in {wanted[2]}; name another folder"
             )
         return shards
     began = time.perf_counter()
@@ -52,4 +53,17 @@ def prepare(
         len(corpus.dropped),
         time.perf_counter() - began,
     )
+    if not shards.select("held_out").size:
+        logger.warning("data: none of %d documents is held out (1 in %d)", len(shards.documents), one_in)
     return shards
+
+
+def _held(shards: Shards) -> tuple[str, int, int]:
+    """Source, vocabulary size and held-out rate of shards that ``prepare`` made."""
+    if len(shards.sources) != 1:
+        return ", ".join(shards.sources), shards.tokenizer.vocab_size, 0
+    name = shards.sources[0]
+    described = shards.manifest["sources"][0]
+    from_folder = described["origin"].get("kind") == "folder"
+    place = shards.manifest.get("places", {}).get(name, name) if from_folder else name
+    return place, shards.tokenizer.vocab_size, described["held_out_one_in"]

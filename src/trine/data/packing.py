@@ -78,6 +78,17 @@ class PackingReport:
     padding_share: float
 
 
+def split_mix(count: int, key: int) -> NDArray[np.uint64]:
+    """``count`` numbers of the generator SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) begun at ``key``, uint64.
+
+    Written out because a plan must not change with the version of a library of random numbers.
+    """
+    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
     """Best-fit decreasing: items into bins of ``capacity``, each into the fullest bin it fits.
 
@@ -186,10 +197,10 @@ class PackingPlan:
 
     # -- epochs ------------------------------------------------------------------------------------------------------
 
-    def _generator(self, epoch: int, purpose: str) -> np.random.Generator:
-        """A generator that depends on data, seed, stage and epoch alone."""
+    def _draw(self, count: int, epoch: int, purpose: str) -> NDArray[np.uint64]:
+        """Uniform 64-bit numbers that depend on data, seed, stage and epoch alone."""
         key = f"{self.shards.hash}/{self.seed}/{self.stage}/{self.row_length}/{epoch}/{purpose}"
-        return np.random.default_rng(np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype=np.uint32))
+        return split_mix(count, int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"))
 
     def epoch(self, number: int) -> Epoch:
         """The pieces and bins of an epoch (the last two asked for are kept)."""
@@ -198,7 +209,8 @@ class PackingPlan:
         assert self.documents is not None
         first = None
         if self.shift_cuts and number > 0:
-            first = self._generator(number, "cuts").integers(1, self.row_length + 1, self._lengths.size)
+            drawn = self._draw(self._lengths.size, number, "cuts") % np.uint64(self.row_length)
+            first = 1 + drawn.astype(np.int64)
         stream, start, length = cut(self._lengths, self.row_length, first)
         full = np.flatnonzero(length == self.row_length)
         short = np.flatnonzero(length < self.row_length)
@@ -211,7 +223,7 @@ class PackingPlan:
             length_P=length,
             bins_B1=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
             pieces_P=pieces,
-            order_B=self._generator(number, "order").permutation(sizes.size),
+            order_B=np.argsort(self._draw(sizes.size, number, "order"), kind="stable"),
         )
         while len(self._epochs) >= _KEPT_EPOCHS:
             del self._epochs[min(self._epochs)]

@@ -56,8 +56,13 @@ class DocumentEntry:
 
 
 def manifest_hash(manifest: dict[str, Any]) -> str:
-    """SHA-256 of a manifest in canonical JSON, hexadecimal."""
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    """SHA-256 of a manifest in canonical JSON, hexadecimal; without ``places``, which differ between machines."""
+    text = json.dumps(
+        {key: value for key, value in manifest.items() if key != "places"},
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=True,
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -109,6 +114,7 @@ def write_shards(folder: str | Path, corpora: Sequence[Corpus], tokenizer: Token
         "sources": [_describe(corpus) for corpus in corpora],
         "documents": [_entry(document, ids.size).__dict__ for document, ids in zip(documents, encoded, strict=True)],
         "vocab_size": tokenizer.vocab_size,
+        "places": {corpus.source: corpus.place for corpus in corpora},
         "files": {
             name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
             for name, content in contents.items()
@@ -154,6 +160,7 @@ def _describe(corpus: Corpus) -> dict[str, Any]:
     return {
         "name": corpus.source,
         "origin": corpus.origin,
+        "held_out_one_in": corpus.one_in,
         "licences": sorted({document.licence for document in corpus.documents}),
         "counts": counts,
         "dropped": [{"name": d.name, "reason": d.reason} for d in corpus.dropped],

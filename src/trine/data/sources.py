@@ -69,12 +69,16 @@ class Corpus:
         documents: the documents.
         dropped: files left out.
         origin: what the text was read from, in words that do not depend on where the machine keeps it.
+        one_in: one document in this many is held out.
+        place: where this machine keeps it; no part of the manifest's hash.
     """
 
     source: str
     documents: tuple[Document, ...]
     dropped: tuple[Dropped, ...]
     origin: dict[str, str] = field(default_factory=dict)
+    one_in: int = HELD_OUT_ONE_IN
+    place: str = ""
 
     def select(self, split: str | None = None, near_copy: bool | None = None) -> list[Document]:
         """The documents of a split, and of those only the near-copies or only the others, in order."""
@@ -101,6 +105,7 @@ def make_corpus(
     dropped: Iterable[Dropped] = (),
     origin: dict[str, str] | None = None,
     one_in: int = HELD_OUT_ONE_IN,
+    place: str = "",
 ) -> Corpus:
     """Turn named bytes into documents: decode, drop duplicates, group near-copies, split.
 
@@ -111,6 +116,7 @@ def make_corpus(
         dropped: what the reader left out before.
         origin: see ``Corpus``.
         one_in: one document in this many is held out.
+        place: see ``Corpus``.
 
     Raises:
         DataError: two contents under one name, or nothing left.
@@ -156,7 +162,7 @@ def make_corpus(
         )
         for i, (name, text, digest) in enumerate(kept)
     )
-    return Corpus(source, documents, tuple(lost), dict(origin or {}))
+    return Corpus(source, documents, tuple(lost), dict(origin or {}), one_in, place)
 
 
 def read_folder(
@@ -223,6 +229,7 @@ def folder_source(
         dropped=dropped,
         origin={"kind": "folder"},
         one_in=one_in,
+        place=str(Path(folder).resolve()),
     )
 
 
@@ -265,6 +272,7 @@ def stdlib_source(folder: str | Path | None = None, *, one_in: int = HELD_OUT_ON
         dropped=dropped,
         origin={"kind": "python standard library", "implementation": sys.implementation.name, "version": version},
         one_in=one_in,
+        place=str(root),
     )
 
 

@@ -7,7 +7,10 @@ token is encoded as ordinary text: no document can forge the end of a document.
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +26,15 @@ SMALLEST_VOCABULARY = 256
 # Words and numbers with the mark or space before them; runs of marks; a line's end with the indentation of the next
 # line, which is most of what code is laid out with. On a standard library 7 % more bytes a token than GPT-2's pattern.
 PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+"
-    r"| ?\p{N}{1,3}"
+    r"[^\r\n\p{L}\p{N}]?[\p{L}]+"
+    r"| ?[\p{N}]{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]+[ \t]*"
     r"|\s*[\r\n]+[ \t]*"
     r"| ?[^\s\p{L}\p{N}]+"
     r"|\s+(?!\S)|\s+"
 )
+_ASCII_PATTERN = PATTERN.replace(r"\p{L}", "A-Za-z").replace(r"\p{N}", "0-9")
+_REMEMBERED_WORDS = 1 << 20
 
 
 def _byte_of_symbol() -> dict[str, int]:
@@ -42,6 +47,68 @@ def _byte_of_symbol() -> dict[str, int]:
 
 
 _SYMBOL_BYTES = _byte_of_symbol()
+
+
+def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    """Words by ``PATTERN``, then their bytes."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+class _Words:
+    """Encodes by looking words up, since almost all of the library's time goes into finding them.
+
+    BPE works inside one match of ``PATTERN`` at a time, so the ids of a text are the ids of its words in a row.
+    Python's own ``re`` finds the words of ASCII text, where the pattern means the same to both; stretches with other
+    characters go through the library. They are cut before a letter that begins a line, where a word always begins.
+    """
+
+    def __init__(self, inner: _Tokenizer) -> None:
+        """Words of ``inner``, whose pre-tokenizer must be ``_pre_tokenizer()``."""
+        self._inner = inner
+        self._find = re.compile(_ASCII_PATTERN, re.ASCII).findall
+        self._cut = re.compile(r"(?<=\n)(?=[A-Za-z])").split
+        self._split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated").pre_tokenize_str
+        self._number: dict[str, int] = {}
+        self._ids: list[list[int]] = []
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Ids of each text, int64."""
+        if len(self._ids) > _REMEMBERED_WORDS:
+            self._number.clear()
+            self._ids.clear()
+        numbers = [self._numbers(text) for text in texts]
+        sizes = np.array([len(ids) for ids in self._ids], dtype=np.int64)
+        flat = np.fromiter(chain.from_iterable(self._ids), dtype=np.int64, count=int(sizes.sum()))
+        starts = np.cumsum(sizes) - sizes
+        found = []
+        for number in numbers:
+            size = sizes[number]
+            first = np.cumsum(size) - size
+            found.append(flat[np.arange(int(size.sum())) + np.repeat(starts[number] - first, size)])
+        return found
+
+    def _numbers(self, text: str) -> NDArray[np.int64]:
+        """The words of a text, each as its number here."""
+        words = self._find(text) if text.isascii() else self._find_any(text)
+        new = sorted(set(words).difference(self._number))
+        if new:
+            for word, encoded in zip(new, self._inner.encode_batch_fast(new, add_special_tokens=False), strict=True):
+                self._number[word] = len(self._ids)
+                self._ids.append(encoded.ids)
+        return np.fromiter(map(self._number.__getitem__, words), dtype=np.int64, count=len(words))
+
+    def _find_any(self, text: str) -> list[str]:
+        """The words of a text with other characters than ASCII."""
+        words: list[str] = []
+        for plain, parts in groupby(self._cut(text), key=str.isascii):
+            stretch = "".join(parts)
+            words += self._find(stretch) if plain else [word for word, _ in self._split(stretch)]
+        return words
 
 
 class Tokenizer:
@@ -76,6 +143,10 @@ class Tokenizer:
         self.token_bytes: tuple[bytes, ...] = tuple(table)
         self.byte_lengths: NDArray[np.int32] = np.array([len(b) for b in table], dtype=np.int32)
         self._table = np.array(table, dtype=object)
+        ours = _Tokenizer(models.BPE())
+        ours.pre_tokenizer = _pre_tokenizer()
+        same = json.loads(inner.to_str())["pre_tokenizer"] == json.loads(ours.to_str())["pre_tokenizer"]
+        self._words = _Words(inner) if same else None
 
     @classmethod
     def train(
@@ -94,12 +165,7 @@ class Tokenizer:
         if END_OF_DOCUMENT not in special_tokens:
             raise DataError(f"special_tokens: found {list(special_tokens)}, need {END_OF_DOCUMENT} among them")
         inner = _Tokenizer(models.BPE())
-        inner.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        inner.pre_tokenizer = _pre_tokenizer()
         inner.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -145,13 +211,21 @@ class Tokenizer:
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Ids of many texts, int64 each; uses all threads the ``tokenizers`` library is allowed."""
+        """Ids of many texts, int64 each, without special tokens.
+
+        Equal to what ``tokenizers`` gives for the whole text, at several times its speed: see ``_Words``.
+
+        Raises:
+            DataError: text that is not valid Unicode (a lone surrogate).
+        """
         for i, text in enumerate(texts):
             if not text.isascii():
                 try:
                     text.encode()
                 except UnicodeEncodeError as error:
                     raise DataError(f"text {i}: not valid Unicode at character {error.start}") from error
+        if self._words is not None:
+            return self._words.encode(texts)
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=np.int64) for one in found]
 
