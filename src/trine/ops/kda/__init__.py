@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -208,11 +207,7 @@ def _run_torch(
     groups = hv // heads
     if groups > 1:
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
-    if cu_seqlens is None:
-        lengths = [tokens] * batch
-    else:
-        bounds = cu_seqlens.tolist()
-        lengths = [b - a for a, b in pairwise(bounds)]
+    lengths = [tokens] * batch if cu_seqlens is None else cu_seqlens.diff().tolist()
     if not any(lengths):
         dtype = compute_dtype(q, k, v, gate)
         final = (
