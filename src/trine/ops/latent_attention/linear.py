@@ -1,0 +1,91 @@
+"""Linear maps over tokens whose bits do not depend on how many tokens there are.
+
+A matrix product may take another path for another number of rows, and a sum over tokens another grouping. Here rows are
+multiplied in blocks of one size, counted from the row's start and filled up with zeros, and gradients of weights add
+block after block; so results for earlier tokens keep their bits when later ones change or are appended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def _blocks(x_TK: Tensor, block: int) -> tuple[Tensor | None, Tensor | None]:
+    """Whole blocks [n, block, K] (a view) and the rest as one block [1, block, K] filled up with zeros."""
+    tokens, channels = x_TK.shape
+    whole = tokens // block
+    body = x_TK[: whole * block].unflatten(0, (whole, block)) if whole else None
+    if whole * block == tokens:
+        return body, None
+    tail = x_TK.new_zeros(1, block, channels)
+    tail[0, : tokens - whole * block] = x_TK[whole * block :]
+    return body, tail
+
+
+def _apply(x_TK: Tensor, weight_KO: Tensor, out_TO: Tensor, block: int) -> None:
+    """out = x @ weight, block by block; ``out`` may be strided."""
+    body, tail = _blocks(x_TK, block)
+    done = 0
+    if body is not None:
+        done = body.shape[0] * block
+        out_TO[:done] = torch.bmm(body, weight_KO.expand(body.shape[0], -1, -1)).flatten(0, 1)
+    if tail is not None:
+        out_TO[done:] = torch.bmm(tail, weight_KO.unsqueeze(0))[0, : x_TK.shape[0] - done]
+
+
+def _weight_gradient(dy_TO: Tensor, x_TK: Tensor, block: int) -> Tensor:
+    """dy^T @ x as a running sum over blocks."""
+    total_OK = dy_TO.new_zeros(dy_TO.shape[1], x_TK.shape[1])
+    for dy, x in zip(_blocks(dy_TO, block), _blocks(x_TK, block), strict=True):
+        if dy is not None and x is not None:
+            for i in range(dy.shape[0]):
+                total_OK.addmm_(dy[i].t(), x[i])
+    return total_OK
+
+
+class _HeadLinear(torch.autograd.Function):
+    """y[t, h] = weight[h] x[t, h], or weight[h] x[t] when x has no heads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_HOK: Tensor, block: int) -> Tensor:
+        heads, out_channels, channels = weight_HOK.shape
+        y_THO = x.new_empty(x.shape[0], heads, out_channels)
+        if x.ndim == 2:
+            _apply(x, weight_HOK.reshape(-1, channels).t(), y_THO.flatten(1), block)
+        else:
+            for h in range(heads):
+                _apply(x[:, h], weight_HOK[h].t(), y_THO[:, h], block)
+        ctx.save_for_backward(x, weight_HOK)
+        ctx.block = block
+        return y_THO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_THO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight_HOK = ctx.saved_tensors
+        heads, out_channels, channels = weight_HOK.shape
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        dweight = None
+        if x.ndim == 2:
+            dy_TO = dy_THO.reshape(x.shape[0], heads * out_channels)
+            if dx is not None:
+                _apply(dy_TO, weight_HOK.reshape(-1, channels), dx, ctx.block)
+            if ctx.needs_input_grad[1]:
+                dweight = _weight_gradient(dy_TO, x, ctx.block).view_as(weight_HOK)
+            return dx, dweight, None
+        dy_THO = dy_THO.contiguous()
+        if dx is not None:
+            for h in range(heads):
+                _apply(dy_THO[:, h], weight_HOK[h], dx[:, h], ctx.block)
+        if ctx.needs_input_grad[1]:
+            dweight = torch.stack([_weight_gradient(dy_THO[:, h], x[:, h], ctx.block) for h in range(heads)])
+        return dx, dweight, None
+
+
+def head_linear(x: Tensor, weight_HOK: Tensor, block: int = 128) -> Tensor:
+    """``y_THO``: ``weight[h] x[t, h]`` for x [T, H, K], ``weight[h] x[t]`` for x [T, K], in blocks of ``block`` rows."""
+    return _HeadLinear.apply(x.contiguous(), weight_HOK.contiguous(), block)

@@ -1,0 +1,126 @@
+"""Latent attention in its two forms over the same tiled core, and the decode step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trine.ops.latent_attention.core import attention
+from trine.ops.latent_attention.linear import head_linear
+from trine.ops.latent_attention.plan import make_plan, to_packed, to_padded
+from trine.ops.latent_attention.state import PAGE, Latents, interleave
+
+
+class _Place(torch.autograd.Function):
+    """Rows moved by an index in which no row occurs twice, so that the gradient is a gather as well."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inverse)
+        return to_padded(rows, index)
+
+    @staticmethod
+    def backward(ctx, drows: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        (inverse,) = ctx.saved_tensors
+        return to_packed(drows, inverse), None, None
+
+
+def _place(rows: Tensor, index: Tensor | None, inverse: Tensor | None) -> Tensor:
+    return rows if index is None or inverse is None else _Place.apply(rows, index, inverse)
+
+
+def latent_attention_torch(
+    q_THC: Tensor,
+    rows_TM: Tensor,
+    key_up_HKR: Tensor,
+    value_up_HVR: Tensor,
+    cu_seqlens_N1: Tensor,
+    past: Latents | None,
+    scale: float,
+    form: str,
+) -> Tensor:
+    """o_THV for packed sequences; all floats of one dtype (past rows are converted), T >= 1."""
+    lengths = cu_seqlens_N1.diff().tolist()
+    pasts = [0] * len(lengths) if past is None else past.lengths_N.tolist()
+    heads, content, rank = key_up_HKR.shape
+    if form == "absorbed" and max(lengths) == 1 and past is not None and not _wants_grad(q_THC, rows_TM, past):
+        return _decode(q_THC, rows_TM, key_up_HKR, value_up_HVR, lengths, past, scale)
+    joined_LM = rows_TM
+    if past is not None and any(pasts):
+        joined_LM, _ = interleave(past.rows_PM.to(rows_TM.dtype), past.cu_seqlens_N1, rows_TM, cu_seqlens_N1)
+    plan = make_plan(lengths, pasts, q_THC.device)
+    query_maps, key_maps = (plan.query_rows, plan.query_places), (plan.key_rows, plan.key_places)
+    if form == "absorbed":
+        mapped_THR = head_linear(q_THC[..., :content], key_up_HKR.mT)
+        q_FHM = _place(torch.cat([mapped_THR, q_THC[..., content:]], -1), *query_maps)
+        k_F1M = _place(joined_LM, *key_maps).unsqueeze(1)
+        o_FHR = attention(q_FHM, k_F1M, None, plan, scale, rank)
+        return head_linear(_place(o_FHR, *query_maps[::-1]), value_up_HVR)
+    latent_LR, shared_LS = joined_LM[:, :rank], joined_LM[:, rank:]
+    up_HWR = torch.cat([key_up_HKR, value_up_HVR], 1)
+    key_LHK, value_LHV = head_linear(latent_LR, up_HWR).tensor_split((content,), -1)
+    key_LHC = torch.cat([key_LHK, shared_LS.unsqueeze(1).expand(-1, heads, -1)], -1)
+    o_FHV = attention(
+        _place(q_THC, *query_maps).contiguous(),
+        _place(key_LHC, *key_maps),
+        _place(value_LHV, *key_maps),
+        plan,
+        scale,
+        value_up_HVR.shape[1],
+    )
+    return _place(o_FHV, *query_maps[::-1])
+
+
+def _wants_grad(q_THC: Tensor, rows_TM: Tensor, past: Latents) -> bool:
+    return torch.is_grad_enabled() and (q_THC.requires_grad or rows_TM.requires_grad or past.requires_grad())
+
+
+def _decode(
+    q_THC: Tensor,
+    rows_TM: Tensor,
+    key_up_HKR: Tensor,
+    value_up_HVR: Tensor,
+    lengths: list[int],
+    past: Latents,
+    scale: float,
+) -> Tensor:
+    """At most one new token a sequence, in latent space: queries are mapped once, past rows are read as they lie.
+
+    Pages of the padded buffer are visited in order with a running softmax that starts from the new token itself, so a
+    sequence's bits depend on its own length only; sequences that end before a page drop out of it.
+    """
+    content, rank = key_up_HKR.shape[1:]
+    mapped_THR = head_linear(q_THC[..., :content], key_up_HKR.mT, 16)
+    q_THM = torch.cat([mapped_THR, q_THC[..., content:]], -1) * scale
+    peak_TH1 = (q_THM * rows_TM.unsqueeze(1)).sum(-1, keepdim=True)
+    total_TH1 = torch.ones_like(peak_TH1)
+    o_THR = rows_TM[:, None, :rank].expand(-1, q_THC.shape[1], -1).clone()
+    buffer_NLM, lengths_N = past.padded()
+    owner_T = torch.tensor([n for n, new in enumerate(lengths) if new])
+    seen_T = lengths_N[owner_T]
+    for start in range(0, int(seen_T.max()) if owner_T.numel() else 0, PAGE):
+        alive = (seen_T > start).nonzero().squeeze(1)
+        page = buffer_NLM[:, start : start + PAGE]
+        everyone = alive.numel() == buffer_NLM.shape[0]
+        at = alive.to(q_THC.device)
+        if not everyone:
+            page = page.index_select(0, owner_T[alive].to(page.device))
+        rows_nLM = page.to(q_THC.dtype)
+        there_nL = torch.arange(start, start + PAGE) < seen_T[alive, None]
+        q, peak, total, o = (x if everyone else x[at] for x in (q_THM, peak_TH1, total_TH1, o_THR))
+        if not bool(there_nL.all()):
+            there_nL = there_nL.to(q.device)
+            rows_nLM = torch.where(there_nL.unsqueeze(-1), rows_nLM, 0.0)
+            scores = torch.bmm(q, rows_nLM.mT).masked_fill_(~there_nL.unsqueeze(1), -torch.inf)
+        else:
+            scores = torch.bmm(q, rows_nLM.mT)
+        top = torch.maximum(scores.amax(-1, keepdim=True), peak)
+        shrink = (peak - top).exp_()
+        scores.sub_(top).exp_()
+        total = total * shrink + scores.sum(-1, keepdim=True)
+        o = o * shrink + torch.bmm(scores, rows_nLM[..., :rank])
+        if everyone:
+            peak_TH1, total_TH1, o_THR = top, total, o
+        else:
+            peak_TH1[at], total_TH1[at], o_THR[at] = top, total, o
+    return head_linear(o_THR / total_TH1, value_up_HVR, 16)
