@@ -24,7 +24,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E0
 INK, GREY = "#222222", "#777777"
 LINE_COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 
-# Names of the yardsticks as `eval.json` keeps them, and how a reader calls them.
+# How the yardsticks of `eval.json` are called beside a curve, where room is short.
 BASELINES = {
     "gzip": "gzip -9",
     "ngram3": "byte 3-gram",
@@ -189,17 +189,20 @@ def _draw_learning(axes: Axes, metrics: Sequence[Record], evaluation: Record | N
     axes.plot(
         tokens, smooth(bits), color=BLUE, linewidth=1.8, marker=_marker(bits), label="training batches (smoothed)"
     )
-    levels = []
+    levels: list[tuple[float, str, str]] = []
     if evaluation is not None:
         held_out = evaluation["bits_per_byte"]
-        axes.plot(tokens[-1], held_out, "D", color=RED, markersize=7, zorder=5)
-        levels = [(held_out, f"held out: {held_out:.3f}", RED)]
-        for name, level in evaluation.get("baselines", {}).items():
+        if held_out is not None:
+            axes.plot(tokens[-1], held_out, "D", color=RED, markersize=7, zorder=5)
+            levels.append((held_out, f"held out: {held_out:.3f}", RED))
+        for name, level in (evaluation.get("baselines") or {}).items():
             if name in BASELINES and level is not None:
                 levels.append((level, f"{BASELINES[name]}: {level:.3f}", INK))
                 axes.axhline(level, color=GREY, linewidth=0.9, linestyle=(0, (5, 3)))
-    lowest = min([float(np.nanmin(bits)), *(level for level, _, _ in levels)])
-    highest = max([float(np.nanpercentile(bits, 92)), *(level for level, _, _ in levels)])
+    heights = [level for level, _, _ in levels]
+    if np.isfinite(bits).any():
+        heights += [float(np.nanmin(bits)), float(np.nanpercentile(bits, 92))]
+    lowest, highest = min(heights, default=0.0), max(heights, default=1.0)
     margin = 0.06 * (highest - lowest) or 0.1
     axes.set_ylim(lowest - margin, highest + 2 * margin)
     _label_levels(axes, levels)
@@ -232,9 +235,8 @@ def _label_levels(axes: Axes, levels: list[tuple[float, str, str]]) -> None:
 
 def _draw_max_vio(axes: Axes, metrics: Sequence[Record], experts: int, top_k: int) -> None:
     steps = np.array([record["step"] for record in metrics])
-    mean = np.array([np.mean(record["max_vio"] or [np.nan]) for record in metrics])
-    worst = np.array([np.max(record["max_vio"] or [np.nan]) for record in metrics])
-    best = np.array([np.min(record["max_vio"] or [np.nan]) for record in metrics])
+    layers = [np.array(record["max_vio"] or [np.nan], dtype=float) for record in metrics]
+    mean, worst, best = (np.array([take(row) for row in layers]) for take in (np.mean, np.max, np.min))
     axes.fill_between(steps, best, worst, color=SKY, alpha=0.4, linewidth=0, label="best to worst layer")
     axes.plot(steps, mean, color=BLUE, linewidth=1.3, marker=_marker(mean), label="mean of the layers")
     floor = [sampling_floor(experts, size * top_k / experts) for size in step_tokens(metrics)]

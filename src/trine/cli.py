@@ -1,0 +1,254 @@
+"""`trine VERB`: the command line. Thin: it parses, calls the package once, and prints.
+
+Exit codes: 0 done, 1 the user's error (one line on stderr), 2 usage, 3 numeric stop, 130 interrupted and saved.
+Nothing heavy is loaded until a verb needs it. TRINE_LOG=debug adds tracebacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trine import __version__
+from trine._log import logger
+
+OK, USER_ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+HELP = """\
+usage: trine VERB [options]
+
+Trains and runs models with the design of Kimi K3.
+
+  train      train a model, evaluate it, let it write; all in runs/NAME
+  generate   continue a text with a trained model
+  eval       bits per byte of a run on its held-out files, beside the baselines
+  info       parameters of a preset, part by part, and the memory a sequence takes
+  doctor     what this machine offers, with advice
+
+trine VERB --help tells the options of one. Environment: TRINE_LOG=debug|info|warning (default warning).
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (default `sys.argv`) and return its exit code."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    if args[:1] in ([], ["-h"], ["--help"], ["help"]):
+        print(HELP, end="", file=sys.stdout if args else sys.stderr)
+        return OK if args else USAGE
+    if args[0] == "--version":
+        print(f"trine {__version__}")
+        return OK
+    verb, rest = args[0], args[1:]
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; need one of {', '.join(VERBS)}"
+        return _fail("trine", f"no verb {verb!r}{hint}", USAGE)
+    with _log_to_stderr():
+        return _guarded(f"trine {verb}", lambda: VERBS[verb](rest))
+
+
+def _guarded(prog: str, work: Callable[[], int]) -> int:
+    """Turn the errors that users can mend into one line and an exit code; anything else is a fault of ours."""
+    try:
+        return work()
+    except KeyboardInterrupt:
+        return _fail(prog, "interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing is wrong, and nothing more can be told.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return USER_ERROR
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        if code is None and not isinstance(error, (ValueError, OSError)) and type(error).__name__ not in _MENDABLE:
+            raise
+        logger.debug("%s", error, exc_info=True)
+        return _fail(prog, _one_line(error), USER_ERROR if code is None else code)
+
+
+# By name, so that the classes need not be loaded: they live beside torch.
+_MENDABLE = frozenset({"BackendUnavailable", "OutOfMemoryError"})
+
+
+def _fail(prog: str, message: str, code: int) -> int:
+    print(f"{prog}: {message}", file=sys.stderr)
+    return code
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("trine: %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _train(args: list[str]) -> int:
+    from trine._options import parse_train
+
+    plan = parse_train(args)
+    from rich.console import Console
+
+    from trine.train.loop import train
+    from trine.views.report import next_commands, write_report
+    from trine.views.tables import evaluation_table
+
+    console = Console()
+    summary = train(plan, console)
+    report = write_report(summary.folder)
+    if summary.evaluation is not None:
+        console.print(evaluation_table(summary.evaluation))
+    if summary.sample is not None:
+        console.rule("what it writes", align="left")
+        console.print(summary.sample, markup=False, highlight=False)
+        console.rule()
+    console.print(f"report: {report}", markup=False, highlight=False)
+    console.print("Next:")
+    for command, why in next_commands(summary.folder):
+        console.print(f"  {command}\n      {why}", markup=False, highlight=False, soft_wrap=True)
+    return OK
+
+
+def _generate(args: list[str]) -> int:
+    from trine._options import Generate, parse
+
+    options = parse("generate", Generate, args)
+    folder = _run_folder(options.run)
+    from trine.train.machine import prepare_machine
+
+    prepare_machine()
+    from trine.engine import Sampling, generate
+    from trine.train.stored import load_run
+
+    sampling = Sampling(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        stop=options.stop,
+        seed=options.seed,
+    )
+    run = load_run(folder)
+    end = run.tokenizer.eod_id
+    print(options.prompt, end="", flush=True)
+    (done,) = generate(
+        run.model,
+        # Every document of the training data came after this token, so a prompt does too.
+        [[end, *run.tokenizer.encode(options.prompt)]],
+        sampling,
+        tokenizer=run.tokenizer,
+        end_token=end,
+        on_text=_print_piece if options.stream else None,
+    )
+    print("" if options.stream else done.text)
+    return OK
+
+
+def _print_piece(_: int, text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _eval(args: list[str]) -> int:
+    from trine._options import Eval, parse
+
+    options = parse("eval", Eval, args)
+    folder = _run_folder(options.run)
+    from trine.train.machine import prepare_machine
+
+    settings = prepare_machine()
+    from trine.data import Shards
+    from trine.train.finish import evaluate
+    from trine.train.stored import load_run
+
+    run = load_run(folder)
+    shards = Shards.open(folder / "data")
+    result = {"step": run.step, **evaluate(run.model, shards, run.config.eval, threads=settings["threads"])}
+    if options.json:
+        print(json.dumps(result))
+    else:
+        from trine.views.tables import evaluation_table
+
+        _show(evaluation_table(result))
+    return OK
+
+
+def _info(args: list[str]) -> int:
+    from trine._options import Info, parse
+
+    options = parse("info", Info, args)
+    from trine.config import preset
+
+    config = preset(options.preset)
+    from trine.model import info
+
+    facts = info(config)
+    if options.json:
+        print(json.dumps({"preset": options.preset, **facts}))
+    else:
+        from trine.views.tables import model_table
+
+        _show(model_table(options.preset, facts))
+    return OK
+
+
+def _doctor(args: list[str]) -> int:
+    from trine._options import Doctor, parse
+
+    options = parse("doctor", Doctor, args)
+    from trine import doctor
+
+    checks = doctor.examine(Path(options.runs))
+    if options.json:
+        print(json.dumps(doctor.as_json(checks)))
+    else:
+        _show(doctor.as_table(checks))
+    return OK
+
+
+def _run_folder(name: str) -> Path:
+    """A run given by path, or by its name in runs/.
+
+    Raises:
+        ValueError: there is no such run; names the nearest.
+    """
+    for folder in (Path(name), Path("runs") / name):
+        if (folder / "run.json").is_file():
+            return folder
+    known = sorted(path.parent.name for path in Path("runs").glob("*/run.json"))
+    near = difflib.get_close_matches(Path(name).name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; runs/ has {', '.join(known)}" if known else ""
+    raise ValueError(f"run: found no run in {name}{hint}")
+
+
+def _show(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console().print(renderable)
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "generate": _generate,
+    "eval": _eval,
+    "info": _info,
+    "doctor": _doctor,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
