@@ -215,6 +215,9 @@ class Shards:
             offsets = np.load(root / "offsets.npy", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise DataError(f"shards {root}: cannot be mapped ({error})") from error
+        if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
+            found = f"shape {tokens.shape}, {tokens.dtype}"
+            raise DataError(f"shards {root / 'tokens.npy'}: found {found}, need one vector of uint16 or uint32")
         count = len(manifest["documents"])
         if (
             offsets.shape != (count + 1,)

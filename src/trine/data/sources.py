@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from trine.data._errors import DataError
 from trine.data.families import near_copy_families
@@ -197,11 +197,13 @@ def read_folder(
     dropped: list[Dropped] = []
     for here, folders, files in os.walk(root, onerror=refuse, followlinks=False):
         folders[:] = sorted(name for name in folders if name not in skip_folders)
+        linked = [name for name in folders if Path(here, name).is_symlink()]
+        dropped += [Dropped(Path(here, name).relative_to(root).as_posix(), "a link") for name in linked]
         for file in sorted(files):
             if suffixes is not None and not file.endswith(suffixes):
                 continue
             path = Path(here, file)
-            name = PurePosixPath(path.relative_to(root)).as_posix()
+            name = path.relative_to(root).as_posix()
             if path.is_symlink():
                 dropped.append(Dropped(name, "a link"))
                 continue

@@ -1,0 +1,83 @@
+"""From a source's name to shards: built once, found again, never silently something else."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from trine.data import DataError, prepare
+from trine.data.dataset import Tokenizer
+
+TEXT = "".join(f"word{i} and the number {i * i}, line {i % 13}\n" for i in range(300))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(30):
+        (source / f"{i}.txt").write_text(f"file {i}\n" + TEXT[i * 200 : i * 200 + 900])
+    return source
+
+
+def test_prepared_once_and_found_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prepare(tmp_path / "data", str(folder), 300, one_in=5)
+    assert first.sources == ("source",) and first.tokenizer.vocab_size == 300
+    assert first.select("train").size + first.select("held_out").size == 30
+    (folder / "0.txt").write_text("changed since")
+
+    def never(*_: object) -> None:
+        raise AssertionError("must not train again")
+
+    monkeypatch.setattr(Tokenizer, "train", never)
+    assert prepare(tmp_path / "data", str(folder), 300, one_in=5).hash == first.hash
+
+
+def test_the_vocabulary_sees_the_training_split_only(folder: Path, tmp_path: Path) -> None:
+    shards = prepare(tmp_path / "data", str(folder), 300, one_in=5)
+    texts = [shards.text(i) for i in shards.select("train").tolist()]
+    assert Tokenizer.train(texts, 300).sha256 == shards.tokenizer.sha256
+
+
+def test_another_request_for_the_same_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    prepare(tmp_path / "data", str(folder), 300, one_in=5)
+    for source, vocabulary, one_in, found in [
+        (str(folder), 301, 5, r"300 ids, .* asked for .*, 301 ids"),
+        (str(folder), 300, 6, r"1 in 5 held out; asked for .*, 1 in 6"),
+        ("stdlib", 300, 5, r"hold source .*source, 300 ids, .*; asked for stdlib"),
+    ]:
+        with pytest.raises(DataError, match=found):
+            prepare(tmp_path / "data", source, vocabulary, one_in=one_in)
+
+
+def test_half_written_shards_are_built_anew_and_damaged_ones_named(folder: Path, tmp_path: Path) -> None:
+    first = prepare(tmp_path / "data", str(folder), 300)
+    (tmp_path / "data" / "manifest.json").unlink()
+    assert prepare(tmp_path / "data", str(folder), 300).hash == first.hash
+    (tmp_path / "data" / "tokens.npy").write_bytes(b"")
+    with pytest.raises(DataError, match=r"tokens\.npy: 0 bytes, the manifest says"):
+        prepare(tmp_path / "data", str(folder), 300)
+
+
+def test_no_data_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="source empty: no documents"):
+        prepare(tmp_path / "data", str(tmp_path / "empty"))
+    assert not (tmp_path / "data").exists()
+
+
+def test_nothing_to_train_on_or_to_hold_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.txt").write_text(TEXT)
+    with caplog.at_level(logging.WARNING, logger="trine"):
+        prepare(tmp_path / "data", str(tmp_path / "one"), 300, one_in=1 << 60)
+    assert "none of 1 documents is held out" in caplog.text
+    names = [f"{i}.txt" for i in range(40)]
+    from trine.data.sources import split_of
+
+    held = next(name for name in names if split_of(name, 2) == "held_out")
+    (tmp_path / "one" / "a.txt").rename(tmp_path / "one" / held)
+    with pytest.raises(DataError, match="all 1 documents are held out, none to train on"):
+        prepare(tmp_path / "data2", str(tmp_path / "one"), 300, one_in=2)
