@@ -103,6 +103,7 @@ class EvalConfig:
 
     run: bool = True  # evaluate, and write a sample, when the plan is done
     context: int = 2_048  # tokens of context a held-out document is read with
+    primed: bool = True  # also measure xz that has seen the training text, the slowest yardstick
     sample_tokens: int = 200  # length of the sample the run writes at the end; 0 writes none
     prompt: str = "def "  # what the sample begins with
 
@@ -201,7 +202,7 @@ TRAIN_PRESETS: dict[str, TrainConfig] = {
         stages=(Stage(length=128, step_tokens=4_096, micro_tokens=4_096),),
         optimizer=OptimizerConfig(warmup=0.04),
         data=DataConfig(vocabulary=512),
-        eval=EvalConfig(context=512, sample_tokens=120),
+        eval=EvalConfig(context=512, primed=False, sample_tokens=120),
         checkpoint_every=0,
         keep=1,
     ),

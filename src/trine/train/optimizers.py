@@ -255,6 +255,6 @@ class _Collect:
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """Name of the first tensor that holds an infinity or not-a-number, or None."""
     for name, tensor in tensors.items():
-        if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
+        if not math.isfinite(float(tensor.detach().sum())) and not bool(torch.isfinite(tensor).all()):
             return name
     return None

@@ -1,0 +1,219 @@
+"""A whole run, from its configuration to its evaluation: `train` is what `trine train` calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trine._log import logger
+from trine.balance import QuantileBalancing
+from trine.config import to_dict
+from trine.data import Batch, PackingPlan, Shards, prepare
+from trine.model import Model
+from trine.train import machine
+from trine.train.callbacks import Callback, SaveEvery, WriteMetrics
+from trine.train.config import TrainConfig, config_hash, first_difference, train_to_dict
+from trine.train.errors import Interrupted, RunError
+from trine.train.finish import evaluate, write
+from trine.train.progress import ShowProgress
+from trine.train.run_folder import RunFolder
+from trine.train.schedule import Plan, StageSpan, lay_out
+from trine.train.stored import resume_command, run_path, stored_config
+from trine.train.trainer import Batches, Trainer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended."""
+
+    folder: Path
+    steps: int
+    tokens: int
+    seconds: float  # of training in this process
+    loss: float | None  # of the last step, nats a token; None when there was nothing left to train
+    evaluation: dict[str, Any] | None  # what ``eval.json`` holds
+    sample: str | None  # what ``sample.txt`` holds
+    peak_memory_bytes: int | None
+    warnings: tuple[str, ...] = ()
+
+
+def train(config: TrainConfig, console: Console | None = None, callbacks: Sequence[Callback] = ()) -> RunSummary:
+    """Train a model as ``config`` says, evaluate it, and leave everything in the run's folder.
+
+    Args:
+        config: the run.
+        console: where progress is shown; None shows nothing.
+        callbacks: called after the built-in ones.
+
+    Raises:
+        RunError: exit code 1: the folder is in use or holds another run, a damaged checkpoint, a full disk.
+        NumericStop: exit code 3.
+        Interrupted: exit code 130; everything up to the last whole step is saved, the message says how to go on.
+        ValueError: a value that cannot work, or no data (`trine.data.DataError`).
+    """
+    settings = machine.prepare_machine(config.threads)
+    warning = machine.busy_warning()
+    if warning:
+        logger.warning(warning)
+        if console is not None:
+            console.print(f"[yellow]warning:[/] {warning}")
+    path = run_path(config)
+    with RunFolder(path) as folder:
+        _check_folder(config, folder)
+        say = console.print if console is not None else lambda *_: None
+        say(f"run {path}")
+        began = time.perf_counter()
+        shards = prepare(
+            *(path / "data", config.data.source, config.model_config().vocab_size, config.data.held_out_one_in)
+        )
+        say(f"data: {_in_words(shards)}, ready in {time.perf_counter() - began:.0f} s")
+        plan = lay_out(config.stages, config.tokens)
+        device = _device(config)
+        torch.manual_seed(config.seed)
+        model = Model(config.model_config())
+        if config.precision == "bf16":
+            model.to(torch.bfloat16)
+        model.to(device)
+        trainer = Trainer(
+            *(model, plan, packed_batches(config, plan, shards), config.optimizer),
+            balancer=QuantileBalancing(config.model_config().top_k),
+            folder=folder,
+            callbacks=_callbacks(config, console, callbacks),
+            keep=config.keep,
+            identity={"config": config_hash(config), "data": shards.hash},
+        )
+        if config.resume:
+            resumed = trainer.resume()
+            folder.event("resume", checkpoint=resumed.name if resumed else None, step=trainer.step, **settings)
+            say(f"resumed at step {trainer.step} of {plan.steps}")
+        else:
+            folder.write_json("run.json", _record(config, plan, shards, settings))
+            shards.tokenizer.save(path / "tokenizer.json")
+        began = time.perf_counter()
+        try:
+            last = trainer.run()
+        except Interrupted as error:
+            raise Interrupted(f"{error}; go on with: {resume_command(config, path.name)}") from None
+        seconds = time.perf_counter() - began
+        evaluation, sample = None, None
+        if config.eval.run:
+            say("evaluating on held-out documents")
+            evaluation = evaluate(model, shards, config.eval, threads=settings["threads"])
+            folder.write_json("eval.json", {"step": trainer.step, **evaluation})
+            if config.eval.sample_tokens:
+                sample = write(model, shards.tokenizer, config.eval.prompt, config.eval.sample_tokens, config.seed)
+                folder.write_text("sample.txt", sample + "\n")
+        folder.event("done", step=trainer.step, seconds=round(seconds, 1))
+        return RunSummary(
+            folder=path,
+            steps=trainer.step,
+            tokens=plan.tokens_before(trainer.step),
+            seconds=seconds,
+            loss=None if last is None else last.loss,
+            evaluation=evaluation,
+            sample=sample,
+            peak_memory_bytes=machine.peak_memory_bytes(),
+            warnings=(warning,) if warning else (),
+        )
+
+
+def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
+    """Refuse to overwrite a run, to resume none, and to resume one that was planned otherwise."""
+    if not config.resume:
+        if folder.has_run:
+            raise RunError(
+                f"{folder.path}: holds a run already; add --resume to go on with it, or choose another --run"
+            )
+        return
+    if not folder.has_run:
+        raise RunError(f"{folder.path}: holds no run to resume")
+    difference = first_difference(config, stored_config(folder.path))
+    if difference is not None:
+        raise RunError(f"{folder.path}: cannot resume with another plan: {difference}; start a new run for it")
+
+
+def packed_batches(config: TrainConfig, plan: Plan, shards: Shards) -> Batches:
+    """The trainer's source of batches: each stage's packing plan, asked for a step."""
+    packing = [
+        PackingPlan(
+            shards,
+            row_length=span.stage.length,
+            tokens_per_step=span.stage.step_tokens,
+            micro_batch_tokens=span.stage.micro_tokens,
+            seed=config.seed,
+            stage=span.index,
+        )
+        for span in plan
+    ]
+
+    def batches(span: StageSpan, step: int) -> Sequence[Batch]:
+        return packing[span.index].micro_batches(step)
+
+    return batches
+
+
+def _device(config: TrainConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise RunError("device: found 'cuda', but torch sees no CUDA card; `trine doctor` says why")
+    use = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if use else "cpu")
+
+
+def _callbacks(config: TrainConfig, console: Console | None, more: Sequence[Callback]) -> list[Callback]:
+    shown: list[Callback] = [ShowProgress(console)] if console is not None else []
+    return [WriteMetrics(), *shown, SaveEvery(config.checkpoint_every), *more]
+
+
+def _in_words(shards: Shards) -> str:
+    train, held_out = ([shards.documents[i] for i in shards.select(split).tolist()] for split in ("train", "held_out"))
+    size = sum(document.bytes for document in train) / 1e6
+    tokens = sum(document.tokens for document in train) / 1e6
+    return f"{len(train)} documents, {size:.1f} MB, {tokens:.2f} M tokens; {len(held_out)} held out"
+
+
+def _record(config: TrainConfig, plan: Plan, shards: Shards, settings: dict[str, Any]) -> dict[str, Any]:
+    """``run.json``: everything that is needed to do the run again."""
+    return {
+        "config": train_to_dict(config),
+        "model": to_dict(config.model_config()),
+        "config_hash": config_hash(config),
+        "plan": [{"stage": asdict(span.stage), "steps": span.steps, "first_step": span.first_step} for span in plan],
+        "planned_steps": plan.steps,
+        "planned_tokens": plan.tokens,
+        "seed": config.seed,
+        "command": sys.argv,
+        "git_commit": _git_commit(),
+        "versions": machine.versions(),
+        "hardware": machine.hardware(),
+        **settings,
+        "data": {
+            "hash": shards.hash,
+            "sources": list(shards.sources),
+            "licences": list(shards.licences),
+        },
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of the checkout this package runs from; None when it is installed otherwise."""
+    here = Path(__file__).resolve().parents[3]
+    if not (here / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
