@@ -20,7 +20,7 @@ from trine.ops.kda.pairwise import kda_pairwise
 from trine.ops.kda.reference import kda_reference
 from trine.ops.kda.state import advance, compose, zero_state
 from trine.ops.kda.step import kda_step
-from trine.ops.kda.torch_chunked import ChunkedKDA, Options
+from trine.ops.kda.torch_chunked import ChunkedKDA, Options, forward_pass
 
 __all__ = [
     "GATE_KINDS",
@@ -224,10 +224,9 @@ def _run_torch(
         beta_max=beta_max,
         scale=channels**-0.5 if scale is None else scale,
         pairs=pairs or gate_kind != "bounded",
-        groups=groups,
     )
     rows = batch * tokens
-    out, final = ChunkedKDA.apply(
+    tensors = (
         q.reshape(rows, hv, channels),
         k.reshape(rows, hv, channels),
         v.reshape(rows, hv, values),
@@ -236,8 +235,10 @@ def _run_torch(
         A_log,
         dt_bias,
         initial_state,
-        len(lengths),
-        make_layout(lengths, q.device),
-        options,
     )
+    layout = make_layout(lengths, q.device)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        out, final = ChunkedKDA.apply(*tensors, len(lengths), layout, options)
+    else:
+        out, final, _ = forward_pass(*tensors, len(lengths), layout, options, keep=False)
     return out.view(batch, tokens, hv, values), final if output_final_state else None

@@ -27,14 +27,14 @@ class _Sigmoid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = sigmoid_(x.neg())
-        ctx.save_for_backward(y)
-        return y
+        ctx.save_for_backward(x)
+        return sigmoid_(x.neg())
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return dy * y * (1 - y)
+        # sigmoid(-x), not 1 - sigmoid(x): the slope of a saturated gate keeps its relative accuracy.
+        (x,) = ctx.saved_tensors
+        return dy * sigmoid(x) * sigmoid(-x)
 
 
 def sigmoid_(negated: Tensor) -> Tensor:

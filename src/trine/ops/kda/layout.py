@@ -30,7 +30,6 @@ class Layout:
         rows: number of tokens.
         tile_of_row, row_in_tile: place of each token (None when regular).
         enter: slot of the state that enters each tile (None when regular: tile c enters from slot c).
-        leave: slot of each member's last state (None when regular: the last ``n`` slots).
         pads: tile and row of the padding rows (None when there are none).
     """
 
@@ -41,7 +40,6 @@ class Layout:
     tile_of_row: Tensor | None
     row_in_tile: Tensor | None
     enter: Tensor | None
-    leave: Tensor | None
     pads: tuple[Tensor, Tensor] | None
     all_members: bool
 
@@ -83,18 +81,6 @@ class Layout:
             x.permute(0, 2, 1, 3)[tile, row] = value
         return x
 
-    def entering(self, slots: Tensor) -> Tensor:
-        """States that enter the tiles, ``[tiles, ...]``, from a slot buffer; a view when regular."""
-        return slots[: self.tiles] if self.enter is None else slots[self.enter]
-
-    def leaving(self, slots: Tensor) -> Tensor:
-        """States that leave the tiles, ``[tiles, ...]``: a view."""
-        return slots[self.active[0] :]
-
-    def last(self, slots: Tensor) -> Tensor:
-        """Last state of each member sequence, in the order of ``members``."""
-        return slots[-self.active[0] :] if self.leave is None else slots[self.leave]
-
     def by_sequence(self, x: Tensor) -> Tensor:
         """``[tiles, X]`` -> ``[sequences, steps, X]`` in the sequences' natural order, zeros where one has no tile."""
         n, steps = self.active[0], len(self.active)
@@ -124,7 +110,6 @@ def make_layout(lengths: Sequence[int], device: torch.device) -> Layout:
             tile_of_row=None,
             row_in_tile=None,
             enter=None,
-            leave=None,
             pads=None,
             all_members=members == list(range(len(lengths))),
         )
@@ -142,7 +127,6 @@ def make_layout(lengths: Sequence[int], device: torch.device) -> Layout:
     step_of = torch.repeat_interleave(torch.arange(steps), active)
     rank_of = torch.arange(int(active.sum())) - start[step_of]
     enter = torch.where(step_of == 0, rank_of, n + start[(step_of - 1).clamp(min=0)] + rank_of)
-    leave = n + start[tiles_of - 1] + torch.arange(n)
     filled = torch.zeros(int(active.sum()), TILE, dtype=torch.bool)
     filled[tile, row] = True
     pads = (~filled).nonzero(as_tuple=True)
@@ -154,7 +138,6 @@ def make_layout(lengths: Sequence[int], device: torch.device) -> Layout:
         tile_of_row=tile.to(device),
         row_in_tile=row.to(device),
         enter=enter.to(device),
-        leave=leave.to(device),
         pads=(pads[0].to(device), pads[1].to(device)) if len(pads[0]) else None,
         all_members=members == list(range(len(lengths))),
     )

@@ -1,0 +1,171 @@
+"""The sequential part of the chunked form: the state's way through the tiles, there and back.
+
+Buffers are flat, ``[tiles * H, ...]`` in the order of ``Layout``: the tiles of one step lie side by side, the sequences
+that are still active are a prefix of those of the step before. Every operation writes in place into a contiguous piece,
+because batched products with a strided result leave the fast path.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from trine.ops.kda.layout import Layout
+
+RING_BYTES = 1 << 20  # gradients of states kept at once in the reverse scan: small enough to stay in a cache
+
+
+def unit_lower_inverse(M: Tensor) -> Tensor:
+    """(I + M)^-1 for strictly lower triangular M ``[tiles, 16, 16]``, by forward substitution.
+
+    The tiles are the last axis while it works, so each of the 15 elimination steps is one operation over all tiles.
+    """
+    tiles, size, _ = M.shape
+    m = M.permute(1, 2, 0).contiguous()
+    x = m.new_zeros(size, size, tiles)
+    x.diagonal(dim1=0, dim2=1).fill_(1.0)
+    for j in range(size - 1):
+        x[j + 1 :, : j + 1].addcmul_(m[j + 1 :, j : j + 1], x[j : j + 1, : j + 1], value=-1.0)
+    return x.permute(2, 0, 1).contiguous()
+
+
+def scan(
+    layout: Layout,
+    heads: int,
+    reads: Tensor,
+    decay: Tensor,
+    writes: Tensor,
+    e: Tensor,
+    state: Tensor,
+    unshift: float,
+    keep: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """Run the state through the tiles: ``e -= reads @ S / c`` and ``S <- D S + R^T e[16:]``.
+
+    Args:
+        layout: the tiles.
+        heads: H.
+        reads: [q~; k~] ``[tiles * H, 32, K]``.
+        decay: D ``[tiles * H, K, 1]``.
+        writes: R^T ``[tiles * H, K, 16]``.
+        e: [0; v] ``[tiles * H, 32, V]``, overwritten by [-q~ S / c; v - k~ S / c].
+        state: states that enter the member sequences, ``[n * H, K, V]``.
+        unshift: 1 / c.
+        keep: keep the states between tiles for the backward pass.
+
+    Returns:
+        slots ``[(n + tiles) * H, K, V]``: the entering states, then the state that leaves each tile (None unless
+        ``keep``); and the last state of every member sequence ``[n * H, K, V]``.
+    """
+    sizes = [n * heads for n in layout.active]
+    last = torch.empty_like(state)
+    slots = None
+    if keep:
+        slots = state.new_empty(sizes[0] + sum(sizes), *state.shape[1:])
+        slots[: sizes[0]] = state
+        targets = slots[sizes[0] :].split(sizes)
+        state = slots[: sizes[0]]
+    else:
+        pair = [torch.empty_like(state), torch.empty_like(state)]
+        targets = tuple(pair[step % 2][:size] for step, size in enumerate(sizes))
+    following = [*sizes[1:], 0]
+    parts = (t.split(sizes) for t in (reads, decay, writes, e, e[:, e.shape[1] // 2 :]))
+    for reads_s, decay_s, writes_s, e_s, error_s, leaving, active in zip(*parts, targets, following, strict=True):
+        e_s.baddbmm_(reads_s, state, alpha=-unshift)
+        torch.mul(state, decay_s, out=leaving)
+        leaving.baddbmm_(writes_s, error_s)
+        state = leaving
+        if active != len(leaving):
+            last[active : len(leaving)] = leaving[active:]
+            state = leaving[:active]
+    return slots, last
+
+
+def scan_back(
+    layout: Layout,
+    heads: int,
+    reads: Tensor,
+    decay: Tensor,
+    R: Tensor,
+    y: Tensor,
+    slots: Tensor,
+    X: Tensor,
+    de: Tensor,
+    d_last: Tensor | None,
+    unshift: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reverse scan, and the gradients that need a state or its gradient.
+
+    Step by step ``de += R dS'``, ``X[16:] = -de``, ``dS = D dS' + reads^T X / c``. Every few steps, while their dS' are
+    still in a cache, the products with them.
+
+    Args:
+        layout, heads, reads, decay, slots, unshift: as in ``scan``.
+        R: ``[tiles * H, 16, K]``.
+        y: ``[tiles * H, 16, V]``.
+        X: [do; .] ``[tiles * H, 32, V]``; the second half is filled with -de.
+        de: B^T do ``[tiles * H, 16, V]``, overwritten by the gradient of v.
+        d_last: gradient of the last states in member order ``[n * H, K, V]``; None is zero.
+
+    Returns:
+        ``X S^T / c`` ``[tiles * H, 32, K]``, ``y dS'^T`` ``[tiles * H, 16, K]``, the sums over values of S' dS'
+        ``[tiles * H, K]``, and the gradient of the entering states ``[n * H, K, V]``.
+    """
+    sizes = [n * heads for n in layout.active]
+    starts = [0, *accumulate(sizes)]
+    tiles, _, channels = reads.shape
+    values = y.shape[-1]
+    d_reads, dw, d_end = torch.empty_like(reads), torch.empty_like(R), R.new_empty(tiles, channels)
+    parts = tuple(t.split(sizes) for t in (de, X[:, X.shape[1] // 2 :], X, R, reads.mT, decay))
+    span = max(1, RING_BYTES // (sizes[0] * channels * values * y.element_size()))
+
+    def buffer(first: int, end: int) -> Tensor:
+        return y.new_empty(starts[end] - starts[first], channels, values)
+
+    end = len(sizes)
+    first = max(0, end - span)
+    ring = buffer(first, end)
+    d_enter = ring
+    incoming = 0  # rows of the step's dS' that the following step has filled
+    while end > 0:
+        before = max(0, first - span)
+        ring_before = buffer(before, first) if first else y.new_empty(sizes[0], channels, values)
+        views = ring.split(sizes[first:end])
+        for step in range(end - 1, first - 1, -1):
+            de_s, minus_de_s, X_s, R_s, reads_s, decay_s = (part[step] for part in parts)
+            d_leave = views[step - first]
+            if incoming < sizes[step]:
+                d_leave[incoming:] = 0.0 if d_last is None else d_last[incoming : sizes[step]]
+            de_s.baddbmm_(R_s, d_leave)
+            torch.neg(de_s, out=minus_de_s)
+            if step > first:
+                d_enter = views[step - first - 1][: sizes[step]]
+            elif first:
+                d_enter = ring_before[starts[first - 1] - starts[before] :][: sizes[step]]
+            else:
+                d_enter = ring_before
+            torch.mul(d_leave, decay_s, out=d_enter)
+            d_enter.baddbmm_(reads_s, X_s, alpha=unshift)
+            incoming = sizes[step]
+        block = slice(starts[first], starts[end])
+        into = d_reads[block]
+        torch.baddbmm(into, X[block], _entering(layout, heads, slots, first, end).mT, beta=0, alpha=unshift, out=into)
+        torch.bmm(y[block], ring.mT, out=dw[block])
+        ring.mul_(slots[sizes[0] :][block])
+        torch.sum(ring, -1, out=d_end[block])
+        ring, end, first = ring_before, first, before
+    return d_reads, dw, d_end, d_enter
+
+
+def _entering(layout: Layout, heads: int, slots: Tensor, first: int, end: int) -> Tensor:
+    """States that enter the tiles of steps ``first`` to ``end - 1``; a view where no sequence ends on the way."""
+    counts = layout.active[max(0, first - 1) : end]
+    start, stop = sum(layout.active[:first]), sum(layout.active[:end])
+    if counts[0] == counts[-1]:
+        # One step back from the tile itself; the slots begin with the states that enter the sequences.
+        back = layout.active[0] - counts[0]
+        return slots[(start + back) * heads : (stop + back) * heads]
+    assert layout.enter is not None
+    return slots.view(-1, heads, *slots.shape[1:])[layout.enter[start:stop]].flatten(0, 1)
