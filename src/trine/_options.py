@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -111,19 +113,27 @@ def parse(verb: str, options: type[T], args: Sequence[str], default: T | None = 
 
     Raises:
         Usage: in one line, with the nearest name where an option is unknown.
+        ValueError: a value that the configuration refuses; it names the field.
         SystemExit: help was asked for and printed.
     """
     keywords: Any = {"args": args, "prog": f"trine {verb}"} | ({} if default is None else {"default": default})
     if {"-h", "--help"} & set(args):
         return tyro.cli(options, **keywords)
-    text = io.StringIO()
+    # How a message is drawn depends on what stdout is: a terminal gets colours, a plain encoding another frame.
+    page = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     try:
-        with contextlib.redirect_stderr(text), _unlimited_width():
+        with contextlib.redirect_stdout(page), contextlib.redirect_stderr(page), _unlimited_width():
             return tyro.cli(options, **keywords)
     except SystemExit as stop:
+        page.seek(0)
+        text = page.read()
         if not stop.code:
+            sys.stdout.write(text)
             raise
-        raise Usage(f"{one_line(text.getvalue())} (see trine {verb} --help)") from None
+        message, refused = read_box(text)
+        if refused:
+            raise ValueError(message) from None
+        raise Usage(f"{message} (see trine {verb} --help)") from None
 
 
 def _peek(args: Sequence[str], option: str) -> str | None:
@@ -150,14 +160,18 @@ def _unlimited_width() -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def one_line(box: str) -> str:
-    """The message of a box drawn for a terminal: what is wrong and, where one is offered, the nearest option."""
+def read_box(box: str) -> tuple[str, bool]:
+    """The message inside a box drawn for a terminal, in one line, with the nearest option where one is offered.
+
+    Returns:
+        The message, and whether it is that of a value which the configuration itself refused.
+    """
     sections: list[list[str]] = [[]]
-    for line in box.splitlines():
-        text = line.strip("│|+ \t")
-        if line.startswith(("╭", "╰", "+")) or not text:
+    for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
+        text = line.strip("│ \t")
+        if line.startswith(("╭", "╰")) or not text:
             continue
-        if not text.strip("─-"):
+        if not text.strip("─"):
             sections.append([])
         else:
             sections[-1].append(text)
@@ -168,13 +182,12 @@ def one_line(box: str) -> str:
         unknown = rest.split(", ")
         option = next((word for word in unknown if word.startswith("-")), None)
         if option is None:
-            return f"found {' '.join(unknown)!r}, which nothing asks for"
-        return f"no option {option.partition('=')[0]}" + (
-            f"; did you mean {similar[0].split()[0].strip(',')}?" if similar else ""
-        )
+            return f"found {' '.join(unknown)!r}, which nothing asks for", False
+        hint = f"; did you mean {similar[0].split()[0].strip(',')}?" if similar else ""
+        return f"no option {option.partition('=')[0]}{hint}", False
     if kind.startswith("Missing from"):
         names = [line.split()[0] for line in wrong[1:] if line.startswith("--") or line.isupper()]
-        return f"missing: {', '.join(names)}"
+        return f"missing: {', '.join(names)}", False
     if kind.startswith("Error parsing") and ": found " in rest:
-        return rest  # the value's own message names its field
-    return wrong[0].removeprefix("Error parsing ").rstrip(".")
+        return rest, True  # it names its field
+    return wrong[0].removeprefix("Error parsing ").rstrip("."), False

@@ -39,25 +39,35 @@ trine VERB --help tells the options of one. Environment: TRINE_LOG=debug|info|wa
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default `sys.argv`) and return its exit code."""
     args = list(sys.argv[1:] if arguments is None else arguments)
-    if args[:1] in ([], ["-h"], ["--help"], ["help"]):
-        print(HELP, end="", file=sys.stdout if args else sys.stderr)
-        return OK if args else USAGE
-    if args[0] == "--version":
+    verb, rest = (args[0], args[1:]) if args else ("", [])
+    if verb in VERBS:
+        with _log_to_stderr():
+            return _guarded(f"trine {verb}", lambda: VERBS[verb](rest))
+    return _guarded("trine", lambda: _without_verb(verb))
+
+
+def _without_verb(word: str) -> int:
+    """The command line began with `word`, which is no verb."""
+    if word in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return OK
+    if word == "--version":
         print(f"trine {__version__}")
         return OK
-    verb, rest = args[0], args[1:]
-    if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; need one of {', '.join(VERBS)}"
-        return _fail("trine", f"no verb {verb!r}{hint}", USAGE)
-    with _log_to_stderr():
-        return _guarded(f"trine {verb}", lambda: VERBS[verb](rest))
+    if not word:
+        print(HELP, end="", file=sys.stderr)
+        return USAGE
+    near = difflib.get_close_matches(word, VERBS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; need one of {', '.join(VERBS)}"
+    return _fail("trine", f"no verb {word!r}{hint}", USAGE)
 
 
 def _guarded(prog: str, work: Callable[[], int]) -> int:
     """Turn the errors that users can mend into one line and an exit code; anything else is a fault of ours."""
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return _fail(prog, "interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -65,11 +75,11 @@ def _guarded(prog: str, work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return USER_ERROR
     except Exception as error:
-        code = getattr(error, "exit_code", None)
-        if code is None and not isinstance(error, (ValueError, OSError)) and type(error).__name__ not in _MENDABLE:
+        given = getattr(error, "exit_code", None)
+        if given is None and not isinstance(error, (ValueError, OSError)) and type(error).__name__ not in _MENDABLE:
             raise
         logger.debug("%s", error, exc_info=True)
-        return _fail(prog, _one_line(error), USER_ERROR if code is None else code)
+        return _fail(prog, _one_line(error), USER_ERROR if given is None else given)
 
 
 # By name, so that the classes need not be loaded: they live beside torch.
