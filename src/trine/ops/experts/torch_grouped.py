@@ -11,34 +11,80 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag
 
-# A padded batched product does more arithmetic than separate ones and calls the library once. It pays while the
-# padding's multiply-adds cost less than the calls they save; README.md has the measurement behind the number.
-_CALL_IN_MULTIPLY_ADDS = 60_000
-_MOST_PADDING = 4  # and never more than this many times the rows, whatever their width: memory
-_CHUNK = 1 << 15  # elements of the activation handled together on the CPU: a few such buffers fit the cache
+# Work is counted in multiply-adds of one product. A call into the library costs as much as _CALL of them, copying a
+# matrix element _COPY, reading one in vain _READ, an activation (its share a product) _ACTIVATION. README.md has the
+# measurements behind the numbers.
+_CALL = 100_000
+_COPY = 10
+_READ = 4
+_ACTIVATION = 64
+_CHUNK = 1 << 14  # elements of the activation handled together, a thread: a few such buffers fit the cache
+
+
+class Block(NamedTuple):
+    """Experts computed in one batched product: ``size`` times ``rows`` slots from slot ``start`` on.
+
+    Attributes:
+        experts: None for all of them in order (their matrices are used in place), one id, or ``[size]`` int64 ids.
+        size: how many.
+        rows: slots of each, the largest load among them; the others' last slots are padding.
+        start: first slot.
+    """
+
+    experts: Tensor | int | None
+    size: int
+    rows: int
+    start: int
 
 
 class Layout(NamedTuple):
-    """Where each (token, expert) pair is computed: rows ("slots") grouped by expert.
+    """Where each (token, expert) pair is computed.
 
     Attributes:
         slot_pair_S: pair ``t * K + j`` of each slot, or N (none) for padding.
         pair_slot_N: slot of each pair, or S for pairs that go nowhere (id -1).
-        sizes: rows of each expert; equal ones mean the padded layout.
-        padded: one batched product instead of one per expert.
+        blocks: the products; experts without tokens are in none unless all are in one.
+        padded: some slot is padding.
         complete: no pair goes nowhere.
     """
 
     slot_pair_S: Tensor
     pair_slot_N: Tensor
-    sizes: Sequence[int]
+    blocks: Sequence[Block]
     padded: bool
     complete: bool
 
 
+def divide(loads: Sequence[int], inner: int, outer: int) -> list[tuple[list[int], int]]:
+    """Group experts into batched products: (ids, rows of each) with the least estimated work.
+
+    Loads that are nearly even (Quantile Balancing's usual ones): one product over all experts, matrices in place.
+    Otherwise, from the fullest expert down: an expert joins the open group while its padding and the copy of its
+    matrices cost less than a call of its own. Big matrices thus get one product each, tiny ones few calls.
+
+    Args:
+        loads: tokens of each expert.
+        inner: features of a product's input.
+        outer: features of its output.
+    """
+    row = outer * (inner + _ACTIVATION)
+    most, used = max(loads), len(loads) - loads.count(0)
+    spare = (most * len(loads) - sum(loads)) * row + (len(loads) - used) * _READ * inner * outer
+    if used > 1 and spare <= used * _CALL:
+        return [(list(range(len(loads))), most)]
+    groups: list[tuple[list[int], int]] = []
+    for expert in sorted((e for e, load in enumerate(loads) if load), key=lambda e: -loads[e]):
+        if groups and (groups[-1][1] - loads[expert]) * row + _COPY * inner * outer <= _CALL:
+            groups[-1][0].append(expert)
+        else:
+            groups.append(([expert], loads[expert]))
+    return groups
+
+
 def lay_out(ids_TK: Tensor, experts: int, inner: int, outer: int) -> Layout:
-    """Sort pairs by expert, tokens in order within one, and choose padded or separate products.
+    """Sort pairs by expert, tokens in order within one, and give every pair a slot.
 
     Args:
         ids_TK: ``[T, K]`` int64 in [-1, experts).
@@ -47,63 +93,56 @@ def lay_out(ids_TK: Tensor, experts: int, inner: int, outer: int) -> Layout:
         outer: features of its output.
     """
     ids_N = ids_TK.reshape(-1)
-    pairs = ids_N.shape[0]
+    pairs, device = ids_N.shape[0], ids_N.device
     counts_E = torch.bincount(ids_N + 1, minlength=experts + 1)
-    nowhere, *sizes = counts_E.tolist()
+    nowhere, *loads = counts_E.tolist()
     sorted_N, order_N = torch.sort(ids_N, stable=True)
     sorted_N, order_N = sorted_N[nowhere:], order_N[nowhere:]
-    rows = max(sizes)
-    padding = rows * experts - (pairs - nowhere)
-    used = experts - sizes.count(0)
-    padded = (
-        padding * inner * outer <= used * _CALL_IN_MULTIPLY_ADDS
-        and rows * experts <= _MOST_PADDING * max(1, pairs - nowhere)
-        and used > 1
-    )
-    if padded:
-        first_E = counts_E[1:].cumsum(0) - counts_E[1:]
-        place_E = torch.arange(experts, device=ids_TK.device) * rows - first_E
-        slot_N = torch.arange(sorted_N.shape[0], device=ids_TK.device) + place_E[sorted_N]
-        slots = rows * experts
-        slot_pair_S = ids_N.new_full((slots,), pairs).index_copy_(0, slot_N, order_N)
-        sizes = [rows] * experts
-    else:
-        slots = pairs - nowhere
-        slot_N = torch.arange(slots, device=ids_TK.device)
-        slot_pair_S = order_N
-    if nowhere:
-        pair_slot_N = ids_N.new_full((pairs,), slots).index_copy_(0, order_N, slot_N)
-    else:
-        pair_slot_N = torch.empty_like(ids_N).index_copy_(0, order_N, slot_N)
-    return Layout(slot_pair_S, pair_slot_N, sizes, padded, nowhere == 0)
+    blocks, base, slots = [], [0] * experts, 0
+    for ids, rows in divide(loads, inner, outer):
+        index: Tensor | int | None = ids[0] if len(ids) == 1 else torch.tensor(ids, device=device)
+        blocks.append(Block(None if len(ids) == experts > 1 and ids[0] == 0 else index, len(ids), rows, slots))
+        for place, expert in enumerate(ids):
+            base[expert] = slots + place * rows
+        slots += len(ids) * rows
+    # slot = expert's first slot + rank of the pair within the expert
+    shift_E = torch.tensor(base, device=device) - (counts_E[1:].cumsum(0) - counts_E[1:])
+    slot_N = torch.arange(pairs - nowhere, device=device) + shift_E[sorted_N]
+    slot_pair_S = ids_N.new_full((slots,), pairs).index_copy_(0, slot_N, order_N)
+    pair_slot_N = ids_N.new_full((pairs,), slots).index_copy_(0, order_N, slot_N)
+    return Layout(slot_pair_S, pair_slot_N, blocks, slots > pairs - nowhere, nowhere == 0)
 
 
-def _product(rows_SI: Tensor, matrix_EIO: Tensor, layout: Layout) -> Tensor:
-    """Each expert's rows times its matrix, ``[S, O]``."""
-    experts, inner, outer = matrix_EIO.shape
-    if layout.padded:
-        return torch.bmm(rows_SI.view(experts, -1, inner), matrix_EIO).view(-1, outer)
-    out_SO = rows_SI.new_empty(rows_SI.shape[0], outer)
-    parts = zip(layout.sizes, rows_SI.split(layout.sizes), matrix_EIO.unbind(), out_SO.split(layout.sizes), strict=True)
-    for size, rows_NI, matrix_IO, out_NO in parts:
-        if size:
-            torch.mm(rows_NI, matrix_IO, out=out_NO)
+def _product(rows_SI: Tensor, weight_EXY: Tensor, layout: Layout, transpose: bool) -> Tensor:
+    """Each expert's rows times its matrix (or its transpose), ``[S, O]``."""
+    out_SO = rows_SI.new_empty(rows_SI.shape[0], weight_EXY.shape[1 if transpose else 2])
+    for experts, size, rows, start in layout.blocks:
+        part_NI, out_NO = rows_SI[start : start + size * rows], out_SO[start : start + size * rows]
+        if isinstance(experts, int):
+            matrix_XY = weight_EXY[experts]
+            torch.mm(part_NI, matrix_XY.t() if transpose else matrix_XY, out=out_NO)
+            continue
+        matrix_EXY = weight_EXY if experts is None else weight_EXY.index_select(0, experts)
+        matrix_EIO = matrix_EXY.transpose(1, 2) if transpose else matrix_EXY
+        torch.bmm(part_NI.view(size, rows, -1), matrix_EIO, out=out_NO.view(size, rows, -1))
     return out_SO
 
 
-def _outer_product(left_SO: Tensor, right_SI: Tensor, layout: Layout) -> Tensor:
+def _outer_product(left_SO: Tensor, right_SI: Tensor, layout: Layout, experts: int) -> Tensor:
     """Sum over each expert's rows of left x right, ``[E, O, I]``; zeros for an expert without rows."""
-    experts = len(layout.sizes)
-    if layout.padded:
-        left_EMO = left_SO.view(experts, -1, left_SO.shape[1])
-        return torch.bmm(left_EMO.transpose(1, 2), right_SI.view(experts, -1, right_SI.shape[1]))
-    out_EOI = left_SO.new_empty(experts, left_SO.shape[1], right_SI.shape[1])
-    parts = zip(layout.sizes, left_SO.split(layout.sizes), right_SI.split(layout.sizes), out_EOI.unbind(), strict=True)
-    for size, left_NO, right_NI, out_OI in parts:
-        if size:
-            torch.mm(left_NO.t(), right_NI, out=out_OI)
+    used = sum(block.size for block in layout.blocks)
+    shape = (experts, left_SO.shape[1], right_SI.shape[1])
+    out_EOI = left_SO.new_zeros(shape) if used < experts else left_SO.new_empty(shape)
+    for ids, size, rows, start in layout.blocks:
+        left_NO, right_NI = left_SO[start : start + size * rows], right_SI[start : start + size * rows]
+        if isinstance(ids, int):
+            torch.mm(left_NO.t(), right_NI, out=out_EOI[ids])
+            continue
+        left_MOR, right_MRI = left_NO.view(size, rows, -1).transpose(1, 2), right_NI.view(size, rows, -1)
+        if ids is None:
+            torch.bmm(left_MOR, right_MRI, out=out_EOI)
         else:
-            out_OI.zero_()
+            out_EOI.index_copy_(0, ids, torch.bmm(left_MOR, right_MRI))
     return out_EOI
 
 
@@ -119,8 +158,11 @@ def _from_slots(values_SL: Tensor, layout: Layout, tokens: int, k: int) -> Tenso
     """Sum over each token's k slots in the order of its choices: no atomics, so the same bits every time."""
     if not layout.complete:
         values_SL = torch.cat((values_SL, values_SL.new_zeros(1, values_SL.shape[1])))
-    picked_NL = values_SL.index_select(0, layout.pair_slot_N)
-    return picked_NL.view(tokens, k, -1).sum(1) if k > 1 else picked_NL
+    if k == 1:
+        return values_SL.index_select(0, layout.pair_slot_N)
+    if values_SL.dtype in (torch.float32, torch.float64) and tokens:
+        return embedding_bag(layout.pair_slot_N.view(tokens, k), values_SL, mode="sum")
+    return values_SL.index_select(0, layout.pair_slot_N).view(tokens, k, values_SL.shape[1]).sum(1)
 
 
 def _weights_to_slots(weights_TK: Tensor, layout: Layout) -> Tensor:
@@ -131,7 +173,9 @@ def _weights_to_slots(weights_TK: Tensor, layout: Layout) -> Tensor:
 
 
 def _rows_a_chunk(values_SF: Tensor) -> int:
-    return max(1, _CHUNK // max(1, values_SF.shape[1])) if values_SF.device.type == "cpu" else max(1, len(values_SF))
+    if values_SF.device.type != "cpu":
+        return max(1, len(values_SF))
+    return max(1, _CHUNK * torch.get_num_threads() // max(1, values_SF.shape[1]))
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -142,46 +186,44 @@ def weighted_situ(gate_SF: Tensor, up_SF: Tensor, weight_S: Tensor, beta: float,
     """w * situ_glu(gate, up) (K3 report Eq. 12), row by row; computed in fp32 or fp64, stored as ``gate_SF``."""
     out_SF = torch.empty_like(gate_SF)
     rows = _rows_a_chunk(gate_SF)
-    for gate, up, weight, out in zip(
-        gate_SF.split(rows), up_SF.split(rows), weight_S.split(rows), out_SF.split(rows), strict=True
-    ):
+    chunks = (tensor.split(rows) for tensor in (gate_SF, up_SF, weight_S, out_SF))
+    for gate, up, weight, out in zip(*chunks, strict=True):
         gate, up = _wide(gate), _wide(up)
-        value = torch.tanh(gate / beta).mul_(torch.sigmoid(gate))
-        value.mul_((up / linear_beta).tanh_()).mul_(weight[:, None].to(value.dtype) * (beta * linear_beta))
-        out.copy_(value)
+        value = (gate / beta).tanh_().mul_(torch.sigmoid(gate)).mul_((up / linear_beta).tanh_())
+        torch.mul(value, weight[:, None].to(value.dtype) * (beta * linear_beta), out=out)
     return out_SF
 
 
 def weighted_situ_backward(
     gate_SF: Tensor, up_SF: Tensor, weight_S: Tensor, grad_SF: Tensor, beta: float, linear_beta: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `weighted_situ` and its value again: nothing of it was stored.
+    """Gradients of `weighted_situ`, and its value again, as nothing of it was stored.
+
+    With t = tanh(gate / beta), s = sigmoid(gate), v = tanh(up / linear_beta): the value is w beta t s linear_beta v,
+    its slope in gate w linear_beta v s (1 - t^2 + beta t (1 - s)), in up w beta t s (1 - v^2).
 
     Returns:
-        d gate ``[S, F]``, d up ``[S, F]``, d weight ``[S]``, w * situ_glu ``[S, F]``. ``grad_SF`` may be overwritten.
+        d gate ``[S, F]``, d up ``[S, F]``, d weight ``[S]``, w * situ_glu ``[S, F]``.
     """
     dgate_SF, dup_SF, value_SF = torch.empty_like(gate_SF), torch.empty_like(gate_SF), torch.empty_like(gate_SF)
     dweight_S = torch.empty_like(weight_S)
     rows = _rows_a_chunk(gate_SF)
-    chunks = (
-        tensor.split(rows) for tensor in (gate_SF, up_SF, weight_S, grad_SF, dgate_SF, dup_SF, dweight_S, value_SF)
-    )
+    results = (dgate_SF, dup_SF, dweight_S, value_SF)
+    chunks = (tensor.split(rows) for tensor in (gate_SF, up_SF, weight_S, grad_SF, *results))
     for gate, up, weight, grad, dgate, dup, dweight, value in zip(*chunks, strict=True):
         gate, up, grad = _wide(gate), _wide(up), _wide(grad)
         weight_N1 = weight[:, None].to(gate.dtype)
         t = torch.tanh(gate / beta)
         s = torch.sigmoid(gate)
-        v = torch.tanh(up / linear_beta)
-        left = (t * s).mul_(beta)  # Tg
-        right = v * linear_beta  # Tu
-        activation = left * right
+        v = (up / linear_beta).tanh_()
+        gate_branch = (t * s).mul_(beta)
+        activation = (gate_branch * v).mul_(linear_beta)
         dweight.copy_((grad * activation).sum(1))
-        value.copy_(activation * weight_N1)
+        torch.mul(activation, weight_N1, out=value)
         grad = grad * weight_N1
-        # Tg' = s (1 - t^2) + Tg (1 - s);  Tu' = 1 - v^2
-        slope = torch.addcmul(s, t * s, t, value=-1.0).add_(left * (1.0 - s))
-        dgate.copy_(slope.mul_(right).mul_(grad))
-        dup.copy_(left.mul_(grad).mul_(1.0 - v * v))
+        slope = (1.0 - s).mul_(beta).sub_(t).mul_(t).add_(1.0).mul_(s)
+        torch.mul(slope.mul_(v).mul_(grad), linear_beta, out=dgate)
+        torch.mul(v.square_().neg_().add_(1.0).mul_(gate_branch), grad, out=dup)
     return dgate_SF, dup_SF, dweight_S, value_SF
 
 
@@ -209,11 +251,11 @@ class GroupedExperts(torch.autograd.Function):
         experts, inner, width = gate_EFL.shape
         layout = lay_out(ids_TK, experts, inner, width)
         x_SL = _to_slots(x_TL, layout, k)
-        gate_SF = _product(x_SL, gate_EFL.transpose(1, 2), layout)
-        up_SF = _product(x_SL, up_EFL.transpose(1, 2), layout)
+        gate_SF = _product(x_SL, gate_EFL, layout, transpose=True)
+        up_SF = _product(x_SL, up_EFL, layout, transpose=True)
         weight_S = _weights_to_slots(weights_TK, layout)
         hidden_SF = weighted_situ(gate_SF, up_SF, weight_S, beta, linear_beta)
-        out_SL = _product(hidden_SF, down_ELF.transpose(1, 2), layout)
+        out_SL = _product(hidden_SF, down_ELF, layout, transpose=True)
         ctx.save_for_backward(x_TL, weights_TK, gate_EFL, up_EFL, down_ELF, gate_SF, up_SF, *layout[:2])
         ctx.rest = (layout[2:], k, beta, linear_beta)
         return _from_slots(out_SL, layout, tokens, k)
@@ -224,24 +266,27 @@ class GroupedExperts(torch.autograd.Function):
         """Gradients of x, weights, gate, up, down."""
         x_TL, weights_TK, gate_EFL, up_EFL, down_ELF, gate_SF, up_SF, slot_pair_S, pair_slot_N = ctx.saved_tensors
         rest, k, beta, linear_beta = ctx.rest
+        experts = gate_EFL.shape[0]
         layout = Layout(slot_pair_S, pair_slot_N, *rest)
         want_x, _, want_weights, want_gate, want_up, want_down = ctx.needs_input_grad[:6]
         grad_SL = _to_slots(grad_TL, layout, k)
         weight_S = _weights_to_slots(weights_TK, layout)
-        dhidden_SF = _product(grad_SL, down_ELF, layout)
+        dhidden_SF = _product(grad_SL, down_ELF, layout, transpose=False)
         dgate_SF, dup_SF, dweight_S, hidden_SF = weighted_situ_backward(
             gate_SF, up_SF, weight_S, dhidden_SF, beta, linear_beta
         )
-        ddown_ELF = _outer_product(grad_SL, hidden_SF, layout) if want_down else None
+        ddown_ELF = _outer_product(grad_SL, hidden_SF, layout, experts) if want_down else None
         dweights_TK = None
         if want_weights:
             dweights_TK = _from_slots(dweight_S[:, None], layout, weights_TK.numel(), 1).view_as(weights_TK)
         dgate_EFL = dup_EFL = dx_TL = None
         if want_gate or want_up:
             x_SL = _to_slots(x_TL, layout, k)
-            dgate_EFL = _outer_product(dgate_SF, x_SL, layout) if want_gate else None
-            dup_EFL = _outer_product(dup_SF, x_SL, layout) if want_up else None
+            dgate_EFL = _outer_product(dgate_SF, x_SL, layout, experts) if want_gate else None
+            dup_EFL = _outer_product(dup_SF, x_SL, layout, experts) if want_up else None
         if want_x:
-            dx_SL = _product(dgate_SF, gate_EFL, layout).add_(_product(dup_SF, up_EFL, layout))
+            dx_SL = _product(dgate_SF, gate_EFL, layout, transpose=False).add_(
+                _product(dup_SF, up_EFL, layout, transpose=False)
+            )
             dx_TL = _from_slots(dx_SL, layout, x_TL.shape[0], k)
         return dx_TL, None, dweights_TK, dgate_EFL, dup_EFL, ddown_ELF, None, None

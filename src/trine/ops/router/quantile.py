@@ -13,7 +13,7 @@ from torch import Tensor
 from trine.ops.router.select import top_ids
 
 _ROWS = 4096
-_COLUMNS = 32  # experts counted together on the CPU: their bins stay in the second-level cache
+_COLUMNS = 64  # experts counted together on the CPU: their bins stay in the second-level cache
 
 
 def histogram_edges(bias_LE: Tensor, bins: int) -> Tensor:
@@ -34,20 +34,20 @@ def histogram_edges(bias_LE: Tensor, bins: int) -> Tensor:
 
 
 def count_required_bias(
-    scores_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor, edges_2: Tensor, counts_EB: Tensor
+    scores_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None, edges_2: Tensor, counts_EB: Tensor
 ) -> None:
     """Add each valid token's required bias of every expert to the histogram, in place.
 
     Args:
         scores_TE: ``[T, E]`` raw scores, fp32 or fp64.
         cutoff_T: ``[T]`` biased cutoffs.
-        valid_T: ``[T]`` bool; other rows add nothing (they may hold NaN).
+        valid_T: ``[T]`` bool, None for all; other rows add nothing (they may hold NaN).
         edges_2: ``[2]`` fp32, from `histogram_edges` of the bias in use.
         counts_EB: ``[E, bins]`` contiguous int32.
     """
     experts, bins = counts_EB.shape
     if scores_TE.device.type == "cpu":
-        if not bool(valid_T.all()):
+        if valid_T is not None and not bool(valid_T.all()):
             scores_TE, cutoff_T = scores_TE[valid_T], cutoff_T[valid_T]
         ones = torch.ones((), dtype=torch.int32)
         for rows in range(0, scores_TE.shape[0], _ROWS):
@@ -57,6 +57,8 @@ def count_required_bias(
                 index_N = _flat_bins(part_TE, cutoff_T[rows : rows + _ROWS], edges_2, bins).view(-1)
                 part_EB.view(-1).index_add_(0, index_N, ones.expand(index_N.shape[0]))
         return
+    if valid_T is None:
+        valid_T = torch.ones_like(cutoff_T, dtype=torch.bool)
     # no value is read back from the device: rows that do not count add 0
     scores_TE = torch.where(valid_T[:, None], scores_TE, 0)
     cutoff_T = torch.where(valid_T, cutoff_T, 0)
@@ -145,7 +147,7 @@ def solve_bias(
         mask_T: ``[T]`` bool, true for tokens that count; default all. Rows with a non-finite score never count.
 
     Returns:
-        ``[E]`` of the dtype of ``bias_E``, mean 0, always finite. Without a token that counts: ``bias_E`` itself, copied.
+        ``[E]`` of the dtype of ``bias_E``, mean 0, always finite. Without a token that counts: a copy of ``bias_E``.
 
     Raises:
         ValueError: bad shapes, dtypes, ``k``, ``method``, ``bins``, a non-finite bias, or scores outside [0, 1] for
@@ -169,12 +171,12 @@ def solve_bias(
     low, high = float(scores_TE.min()), float(scores_TE.max())
     if low < 0.0 or high > 1.0:
         raise ValueError(
-            f"scores_TE: found values in [{low:.6g}, {high:.6g}], need [0, 1] for method 'histogram': its range is exact "
-            "only for sigmoid or softmax scores"
+            f"scores_TE: found values in [{low:.6g}, {high:.6g}], need [0, 1] for method 'histogram': its range is "
+            "exact only for sigmoid or softmax scores"
         )
     edges_2 = histogram_edges(bias_E, bins)
     counts_EB = torch.zeros(scores_TE.shape[1], bins, dtype=torch.int32, device=scores_TE.device)
-    count_required_bias(scores_TE, cutoff_T, torch.ones_like(cutoff_T, dtype=torch.bool), edges_2, counts_EB)
+    count_required_bias(scores_TE, cutoff_T, None, edges_2, counts_EB)
     required_E, _ = quantile_from_histogram(counts_EB, edges_2, k)
     return centred(required_E).to(bias_E.dtype)
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 _LOW_32 = 0xFFFFFFFF
-_CHUNK = 1 << 18  # elements whose keys (8 bytes each) are alive at one time on the CPU
+_CHUNK = 1 << 17  # elements whose keys (8 bytes each) are alive at one time on the CPU
+_FEW = 4  # up to this many, repeated argmax beats a sort of any kind
 
 
 def _keys(values_TE: Tensor) -> Tensor:
@@ -29,15 +30,22 @@ def top_ids(values_TE: Tensor, n: int) -> Tensor:
     router, or a saturated sigmoid.
 
     Args:
-        values_TE: ``[T, E]`` fp32 or fp64, without -0.0.
+        values_TE: ``[T, E]`` fp32 or fp64, without -0.0; rows may hold NaN, whose places are then the first.
         n: 1 to E.
 
     Returns:
         ``[T, n]`` int64.
     """
+    tokens, experts = values_TE.shape
+    if n <= _FEW and tokens:
+        left_TE, picked = values_TE.clone(), []
+        for _ in range(n):
+            id_T1 = left_TE.argmax(1, keepdim=True)  # documented to return the first of equal maxima
+            picked.append(id_T1)
+            left_TE.scatter_(1, id_T1, -torch.inf)
+        return torch.cat(picked, dim=1)
     if values_TE.dtype == torch.float64:  # the oracle's precision: no room for the id in a 64-bit key
         return torch.sort(values_TE, dim=1, descending=True, stable=True).indices[:, :n]
-    tokens, experts = values_TE.shape
     rows = max(1, _CHUNK // experts) if values_TE.device.type == "cpu" else max(1, tokens)
     parts = [torch.topk(_keys(part_TE.contiguous()), n, dim=1).values for part_TE in values_TE.split(rows)]
     keys_TN = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from trine.ops.router.quantile import centred, check_k, count_required_bias, histogram_edges, quantile_from_histogram
 
-COUNTERS = ("tokens", "dropped", "saturated_low", "saturated_high")
-"""Columns of `RouterStats.counters`. Saturated scores can pass 2^31 in one step (4 M tokens x 896 experts), so they are
-held in two words, low 20 bits and the rest; sums over ranks stay exact."""
+COUNTERS = ("routed", "counted", "dropped", "saturated_low", "saturated_high")
+"""Columns of `RouterStats.counters_LF`: tokens routed; those of them in the histogram; those left out of it because a
+score was not finite; scores that fp32 cannot tell from 0 or 1. Saturated scores can pass 2^31 in one step (4 M tokens x
+896 experts), so they are held in two words, the low 20 bits and the rest; sums over ranks stay exact."""
 _WORD = 20
-_FIELDS = ("histograms", "loads", "counters", "edges", "bias")
+_FIELDS = ("histograms_LEB", "loads_LE", "counters_LF", "edges_L2", "bias_LE")
 
 
 class RouterStats:
@@ -26,21 +27,20 @@ class RouterStats:
     the fp32 bias and ranges alone. A window is open from one `zero_` to the next (gradient accumulation only adds).
 
     Attributes:
-        counts: ``[L*E*bins + L*E + L*4]`` int32; the three below are views of it.
-        histograms: ``[L, E, bins]`` required biases counted.
-        loads: ``[L, E]`` tokens sent to each expert (padding excluded, dropped rows included).
-        counters: ``[L, 4]``, columns `COUNTERS`: tokens routed; rows left out of the histogram because a score was
-            not finite; scores indistinguishable from 0 or 1 in fp32.
-        edges: ``[L, 2]`` fp32 lower end and bin width of the open window's histogram.
-        bias: ``[L, E]`` fp32, added to scores for the choice only.
+        counts: ``[L*E*bins + L*E + L*5]`` int32; the three below are views of it.
+        histograms_LEB: ``[L, E, bins]`` required biases counted.
+        loads_LE: ``[L, E]`` tokens sent to each expert (padding excluded, dropped rows included).
+        counters_LF: ``[L, 5]``, columns `COUNTERS`.
+        edges_L2: ``[L, 2]`` fp32 lower end and bin width of the open window's histogram.
+        bias_LE: ``[L, E]`` fp32, added to scores for the choice only.
         recording: `route` adds to it only while true; see `paused`.
     """
 
     def __init__(self, counts: Tensor, edges: Tensor, bias: Tensor, bins: int) -> None:
         """Wrap existing buffers; use `allocate`."""
         self.counts = counts
-        self.edges = edges
-        self.bias = bias
+        self.edges_L2 = edges
+        self.bias_LE = bias
         self.bins = bins
         self.recording = True
 
@@ -71,17 +71,17 @@ class RouterStats:
     @property
     def layers(self) -> int:
         """Number of MoE layers."""
-        return self.bias.shape[0]
+        return self.bias_LE.shape[0]
 
     @property
     def experts(self) -> int:
         """Experts a layer."""
-        return self.bias.shape[1]
+        return self.bias_LE.shape[1]
 
     @property
     def device(self) -> torch.device:
         """Device of all buffers."""
-        return self.bias.device
+        return self.bias_LE.device
 
     def _view(self, start: int, *shape: int) -> Tensor:
         size = 1
@@ -90,34 +90,34 @@ class RouterStats:
         return self.counts[start : start + size].view(shape)
 
     @property
-    def histograms(self) -> Tensor:
+    def histograms_LEB(self) -> Tensor:
         """``[L, E, bins]`` int32, a view."""
         return self._view(0, self.layers, self.experts, self.bins)
 
     @property
-    def loads(self) -> Tensor:
+    def loads_LE(self) -> Tensor:
         """``[L, E]`` int32, a view."""
         return self._view(self.layers * self.experts * self.bins, self.layers, self.experts)
 
     @property
-    def counters(self) -> Tensor:
-        """``[L, 4]`` int32, a view; columns `COUNTERS`."""
+    def counters_LF(self) -> Tensor:
+        """``[L, 5]`` int32, a view; columns `COUNTERS`."""
         return self._view(self.layers * self.experts * (self.bins + 1), self.layers, len(COUNTERS))
 
     @property
-    def tokens(self) -> Tensor:
+    def tokens_L(self) -> Tensor:
         """``[L]`` int64: tokens routed in this window."""
-        return self.counters[:, 0].long()
+        return self.counters_LF[:, 0].long()
 
     @property
-    def dropped(self) -> Tensor:
+    def dropped_L(self) -> Tensor:
         """``[L]`` int64: tokens left out of the histogram because a score was not finite."""
-        return self.counters[:, 1].long()
+        return self.counters_LF[:, 2].long()
 
     @property
-    def saturated(self) -> Tensor:
+    def saturated_L(self) -> Tensor:
         """``[L]`` int64: scores, of T x E, that fp32 cannot tell from 0 or 1."""
-        return (self.counters[:, 3].long() << _WORD) + self.counters[:, 2]
+        return (self.counters_LF[:, 4].long() << _WORD) + self.counters_LF[:, 3]
 
     def layer(self, index: int) -> LayerStats:
         """View of one layer, to be handed to `route`; stays valid when the buffers move.
@@ -167,35 +167,39 @@ class RouterStats:
             raise ValueError(f"ema: found {ema}, need 0 <= ema < 1")
         if k == self.experts:
             return self
-        for histogram_EB, edges_2, bias_E in zip(self.histograms, self.edges, self.bias, strict=True):
+        for histogram_EB, edges_2, bias_E in zip(self.histograms_LEB, self.edges_L2, self.bias_LE, strict=True):
             required_E, tokens = quantile_from_histogram(histogram_EB, edges_2, k)
             solved_E = centred(ema * bias_E.double() + (1.0 - ema) * centred(required_E))
             bias_E.copy_(torch.where(tokens > 0, solved_E, bias_E.double()))
-        self.edges.copy_(histogram_edges(self.bias, self.bins))
+        self.edges_L2.copy_(histogram_edges(self.bias_LE, self.bins))
         return self
 
     @torch.no_grad()
     def set_bias_(self, bias_LE: Tensor) -> RouterStats:
-        """Replace the bias (from a released checkpoint, say) and the histogram's range with it.
+        """Replace the bias (from a released checkpoint, say).
 
         Raises:
             ValueError: wrong shape, dtype other than fp32, a non-finite value, or an open window: what was counted
                 was counted in the old range.
         """
-        _check_field("bias", bias_LE, self.bias)
+        _check_field("bias_LE", bias_LE, self.bias_LE)
         if bool(self.counts.any()):
             raise ValueError("set_bias_: found counts of an open window, need zero_() first")
-        self.bias.copy_(bias_LE)
-        self.edges.copy_(histogram_edges(self.bias, self.bins))
+        self.bias_LE.copy_(bias_LE)
+        self.edges_L2.copy_(histogram_edges(self.bias_LE, self.bins))
         return self
 
     def to(self, device: torch.device | str) -> RouterStats:
-        """Move every buffer to ``device``, in place; dtypes do not change. From meta there is nothing to copy: zeros."""
+        """Move every buffer to ``device``, in place; dtypes stay. From meta there is nothing to copy: zeros."""
         if self.device.type == "meta" and torch.device(device).type != "meta":
             fresh = RouterStats.allocate(self.layers, self.experts, self.bins, device)
-            self.counts, self.edges, self.bias = fresh.counts, fresh.edges, fresh.bias
+            self.counts, self.edges_L2, self.bias_LE = fresh.counts, fresh.edges_L2, fresh.bias_LE
             return self
-        self.counts, self.edges, self.bias = self.counts.to(device), self.edges.to(device), self.bias.to(device)
+        self.counts, self.edges_L2, self.bias_LE = (
+            self.counts.to(device),
+            self.edges_L2.to(device),
+            self.bias_LE.to(device),
+        )
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -237,29 +241,29 @@ class LayerStats:
         self.index = index
 
     @property
-    def bias(self) -> Tensor:
+    def bias_E(self) -> Tensor:
         """``[E]`` fp32 view."""
-        return self.owner.bias[self.index]
+        return self.owner.bias_LE[self.index]
 
     @property
-    def edges(self) -> Tensor:
+    def edges_2(self) -> Tensor:
         """``[2]`` fp32 view: lower end, bin width."""
-        return self.owner.edges[self.index]
+        return self.owner.edges_L2[self.index]
 
     @property
-    def histogram(self) -> Tensor:
+    def histogram_EB(self) -> Tensor:
         """``[E, bins]`` int32 view."""
-        return self.owner.histograms[self.index]
+        return self.owner.histograms_LEB[self.index]
 
     @property
-    def loads(self) -> Tensor:
+    def loads_E(self) -> Tensor:
         """``[E]`` int32 view."""
-        return self.owner.loads[self.index]
+        return self.owner.loads_LE[self.index]
 
     @property
-    def counters(self) -> Tensor:
-        """``[4]`` int32 view, columns `COUNTERS`."""
-        return self.owner.counters[self.index]
+    def counters_F(self) -> Tensor:
+        """``[5]`` int32 view, columns `COUNTERS`."""
+        return self.owner.counters_LF[self.index]
 
     @torch.no_grad()
     def add(
@@ -283,40 +287,56 @@ class LayerStats:
             saturation_below: scores at or below it, and those equal to 1, count as saturated.
 
         Raises:
-            ValueError: the range does not fit the bias (checked on the CPU only).
+            ValueError: another number of experts, or a bias that changed inside the window (seen on the CPU only).
         """
         if not self.owner.recording:
             return
         tokens, experts = scores_TE.shape
         if experts != self.owner.experts:
             raise ValueError(f"stats: found {self.owner.experts} experts, need {experts}, those of logits_TE")
-        self._check_range(bias_E)
+        if cutoff_T is not None:
+            self._open(bias_E)
         # one extra bin takes the -1 of padding
-        self.loads.add_(torch.bincount(ids_TK.reshape(-1) + 1, minlength=experts + 1)[1:].int())
-        counters = self.counters
+        self.loads_E.add_(torch.bincount(ids_TK.reshape(-1) + 1, minlength=experts + 1)[1:].int())
+        counters = self.counters_F
         counters[0] += tokens if mask_T is None else mask_T.sum()
         if cutoff_T is None:
             return
+        if scores_TE.device.type == "cpu" and mask_T is None and tokens:
+            low, high = (float(value) for value in scores_TE.aminmax())
+            if low > saturation_below and high < 1.0:  # one pass settles the usual batch; false if there is a NaN
+                counters[1] += tokens
+                count_required_bias(scores_TE, cutoff_T, None, self.edges_2, self.histogram_EB)
+                return
         # scores are in [0, 1], so a row's sum is finite exactly if all of them are
         valid_T = (scores_TE.sum(1) + cutoff_T).isfinite()
         dropped_T = ~valid_T
         if mask_T is not None:
             valid_T, dropped_T = valid_T & mask_T, dropped_T & mask_T
-        counters[1] += dropped_T.sum()
         saturated_T = ((scores_TE >= 1.0) | (scores_TE <= saturation_below)).sum(1)
-        counters[2] += torch.where(valid_T, saturated_T, 0).sum()
-        counters[3] += counters[2] >> _WORD
-        counters[2] &= (1 << _WORD) - 1
-        count_required_bias(scores_TE, cutoff_T, valid_T, self.edges, self.histogram)
+        counters[1] += valid_T.sum()
+        counters[2] += dropped_T.sum()
+        counters[3] += torch.where(valid_T, saturated_T, 0).sum()
+        counters[4] += counters[3] >> _WORD
+        counters[3] &= (1 << _WORD) - 1
+        count_required_bias(scores_TE, cutoff_T, valid_T, self.edges_2, self.histogram_EB)
 
-    def _check_range(self, bias_E: Tensor) -> None:
-        if bias_E.device.type != "cpu":
-            return
-        low, width = self.edges.tolist()
-        least, most = float(bias_E.min()), float(bias_E.max())
-        slack = 1e-5 * (1.0 + abs(least) + abs(most))
-        if low > least - 1.0 + slack or low + width * self.owner.bins < most + 1.0 - slack:
+    def _open(self, bias_E: Tensor) -> None:
+        """The first count of a window fixes the histogram's range to the bias in use, however that was set.
+
+        On the CPU a bias that changes inside a window is refused; on a card no value is read back.
+        """
+        edges_2, fresh_2 = self.edges_2, histogram_edges(bias_E.to(torch.float32), self.owner.bins)
+        empty = self.counters_F[1] == 0
+        if edges_2.device.type == "cpu" and not torch.equal(edges_2, fresh_2):
+            if not bool(fresh_2.isfinite().all()):
+                raise ValueError("bias_E: found a non-finite value, need finite biases")
+            if empty:
+                edges_2.copy_(fresh_2)
+                return
             raise ValueError(
-                f"bias_E: found values in [{least:.6g}, {most:.6g}] but the histogram covers [{low:.6g}, "
-                f"{low + width * self.owner.bins:.6g}], need 1 more at either end; change a bias with set_bias_"
+                f"bias_E: found one whose histogram has (lower end, width) {fresh_2.tolist()}, need that of the bias "
+                f"this window was opened with, {edges_2.tolist()}: a bias may change only after zero_()"
             )
+        if edges_2.device.type != "cpu":
+            edges_2.copy_(torch.where(empty, fresh_2, edges_2))
