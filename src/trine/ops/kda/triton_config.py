@@ -1,0 +1,146 @@
+"""The committed choices: tile sizes, warps, number formats and plan of the KDA kernels for one card.
+
+Everything here is a function of the card, the heads, K, V, the dtypes and the caller's ``plan``; nothing depends on the
+number of tokens or on data, so a prefix's results do not change by one bit when tokens are appended (a plan that cuts
+the sequence every ``segment`` tokens leaves sequences that are no longer than that uncut, which changes no arithmetic).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from trine.ops.kda.triton_launch import Options
+
+CHUNK = 32
+"""Tokens a tile. With |g| <= 5 the half-span anchor keeps 2^(G+c) and 2^(-c-G) within 2^+-116 for 32 tokens."""
+
+MAX_CHANNELS = 256
+LOG2E = 1.4426950408889634
+MAX_DECAY = 5.4
+"""Largest |lower_bound|: 32 steps of it, halved by the anchor, stay inside the exponent range of bf16 and fp32."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one call runs.
+
+    Attributes:
+        key_block: K padded to a power of two; factors are stored with this many channels.
+        value_block: value channels of one program of the scan.
+        factor: dtype of the stored factors W, Q+, K- and P, and of the state and the corrected values as operands.
+        value: dtype in which v is multiplied.
+        tile: dtype of the operands of the diagonal tiles (needs bf16's exponent range).
+        prepare, scan, transition, combine: how the kernels are compiled.
+        segment: tokens a segment of the exact segmented scan; 0 walks a sequence from end to end.
+        combine_block: value rows of one program that joins segments.
+    """
+
+    key_block: int
+    value_block: int
+    factor: torch.dtype
+    value: torch.dtype
+    tile: torch.dtype
+    prepare: Options
+    scan: Options
+    transition: Options
+    combine: Options
+    segment: int
+    combine_block: int
+
+    @property
+    def precision(self) -> str:
+        """Triton's ``input_precision`` for products whose operands are fp32."""
+        return "tf32x3" if self.factor == torch.float32 else "tf32"
+
+
+def anchor(lower_bound: float) -> int:
+    """Half the span of 32 steps of ``lower_bound`` in powers of two, rounded to an integer so that scaling is exact."""
+    return round(0.5 * CHUNK * abs(lower_bound) * LOG2E)
+
+
+def segment_length(heads: int, key_width: int, value_width: int) -> int:
+    """Tokens a segment for a scan over ``heads`` value heads, 0 for none.
+
+    Enough programs for two a multiprocessor at the lengths where few heads hurt: measured best 4096 at 8 heads and
+    2048 at 16 on H200; from 32 heads the serial scan is as fast.
+    """
+    if heads >= 32:
+        return 0
+    return 2048 if heads > 8 or heads <= 4 else 4096
+
+
+@cache
+def choose(
+    heads: int, key_width: int, value_width: int, dtype: torch.dtype, value_dtype: torch.dtype, bounded: bool, plan: str
+) -> Config:
+    """The configuration for one call on Hopper.
+
+    Args:
+        heads: value heads, HV.
+        key_width, value_width: K and V.
+        dtype: dtype of q, k and the gate input.
+        value_dtype: dtype of v.
+        bounded: keys and queries are normalised, so that every stored factor is at most about 1 and fits fp16.
+        plan: ``"auto"``, ``"serial"``, ``"segmented"`` or ``"segmented:TOKENS"``, each optionally followed by
+            ``",bf16"`` or ``",fp16"`` to choose the dtype of the factors: bf16 has fp32's range, fp16 an error three
+            times smaller, for values v between about 1e-4 and 1e4.
+
+    Raises:
+        ValueError: a plan that is none of these, or a segment length that is no positive multiple of 32.
+    """
+    kind, _, number_format = plan.partition(",")
+    name, _, tokens = kind.partition(":")
+    if name not in ("auto", "serial", "segmented") or number_format not in ("", "bf16", "fp16"):
+        raise ValueError(
+            f"plan: found {plan!r}, need 'auto', 'serial', 'segmented' or 'segmented:TOKENS', "
+            "optionally followed by ',bf16' or ',fp16'"
+        )
+    if tokens:
+        segment = int(tokens) if tokens.isdecimal() else -1
+        if name != "segmented" or segment <= 0 or segment % CHUNK:
+            raise ValueError(f"plan: found {plan!r}, need a segment of a positive multiple of {CHUNK} tokens")
+    elif name == "serial":
+        segment = 0
+    else:
+        segment = segment_length(heads, key_width, value_width)
+        if name == "segmented" and not segment:
+            segment = 4096
+    key_block = max(32, 1 << math.ceil(math.log2(key_width)))
+    if dtype == torch.float32 or value_dtype == torch.float32:
+        return Config(
+            key_block=key_block,
+            value_block=32 if key_block <= 128 else 16,
+            factor=torch.float32,
+            value=torch.float32,
+            tile=torch.float32,
+            prepare=Options(num_warps=8),
+            scan=Options(num_warps=4, num_stages=1),
+            transition=Options(num_warps=4, num_stages=1),
+            combine=Options(num_warps=4, num_stages=1),
+            segment=segment,
+            combine_block=16,
+        )
+    factor = torch.float16 if number_format == "fp16" or (bounded and not number_format) else torch.bfloat16
+    value_block = 64 if value_width > 32 else 32
+    scan = Options(num_warps=4, num_stages=3)
+    if key_block == 256:
+        value_block, scan = 32, Options(num_warps=4, num_stages=2)
+    elif heads >= 40 and heads < 80 and key_block == 128:
+        scan = replace(scan, num_stages=4)
+    return Config(
+        key_block=key_block,
+        value_block=value_block,
+        factor=factor,
+        value=torch.bfloat16 if not bounded else value_dtype,
+        tile=torch.bfloat16,
+        prepare=Options(num_warps=2 if key_block <= 128 else 4),
+        scan=scan,
+        transition=scan,
+        combine=Options(num_warps=4, num_stages=2),
+        segment=segment,
+        combine_block=16,
+    )

@@ -1,0 +1,362 @@
+# mypy: disable-error-code="no-untyped-def,assignment"
+"""Second KDA kernel: the walk over tiles that carries the state, whole or in exact segments.
+
+The state is kept transposed, ``S^T [V, K]``, so that it and the corrected values are the left operand of every product
+and nothing on the dependent chain leaves registers. With the tile's factors of ``triton_prepare``::
+
+    Vn^T = V^T (A beta)^T - S^T W^T        O^T = scale (S^T Q+^T + Vn^T P^T)        S^T = S^T diag(2^G_last) + Vn^T K-
+
+Segmented (K3 report, arXiv 2607.24653, Eq. 17): a segment maps the state affinely, ``S_out = M S_in + b``. One launch
+walks every inner segment twice over, from zero for b and from the identity without values for M (the first segment of a
+sequence starts from its true state and needs no M); a second joins them in order; a third walks all segments with
+output from their true starting states. Segments are cut every ``segment`` tokens from a sequence's start.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trine.ops.kda.triton_config import Config
+from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Variant, type_name
+from trine.ops.kda.triton_prepare import Factors, Problem
+
+
+@triton.jit
+def find_sequence(n, cu_ptr, tokens, tiles_a_sequence, PACKED: tl.constexpr):
+    """Sequence n: (first token, end, first tile slot, row of the batch)."""
+    if PACKED:
+        start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), tokens).to(tl.int32)
+        end = tl.minimum(tl.maximum(tl.load(cu_ptr + n + 1), start), tokens).to(tl.int32)
+        slot = start // 32 + n
+        row = n * 0
+    else:
+        start = n * 0
+        end = start + tokens
+        slot = n * tiles_a_sequence
+        row = n
+    return start, end, slot, row
+
+
+@triton.jit
+def find_segment(place, cu_ptr, tokens, sequences, segments_a_sequence, segment, PACKED: tl.constexpr):
+    """Sequence of segment slot ``place`` and the segment's number in it; sequence n owns ``start//segment + n`` on."""
+    if PACKED:
+        low = place * 0
+        high = low + sequences
+        for _ in range(31):
+            middle = (low + high) // 2
+            start = tl.minimum(tl.maximum(tl.load(cu_ptr + middle), 0), tokens).to(tl.int32)
+            goes_up = start // segment + middle <= place
+            low = tl.where(goes_up, middle, low)
+            high = tl.where(goes_up, high, middle)
+        n = low
+        start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), tokens).to(tl.int32)
+        number = place - (start // segment + n)
+    else:
+        n = place // segments_a_sequence
+        number = place - n * segments_a_sequence
+    return n, number
+
+
+@triton.jit
+def scan_kernel(
+    v_ptr,
+    wqk_ptr,
+    p_ptr,
+    a_ptr,
+    decay_ptr,
+    cu_ptr,
+    initial_ptr,
+    enter_ptr,
+    map_ptr,
+    out_ptr,
+    final_ptr,
+    v_stride_b,
+    v_stride_t,
+    v_stride_h,
+    tokens,
+    sequences,
+    tiles_a_sequence,
+    segments_a_sequence,
+    segment,
+    slots,
+    heads,
+    scale,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    MAPS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    VALUE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PACKED: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Walk one sequence, or one segment of it, for BV value channels of one head.
+
+    Grid: places x heads x (BLOCKS + MAPS), blocks fastest; a place is a sequence, or a segment slot when SEGMENTED.
+    OUTPUT walks from the true state and writes o (and the final state at a sequence's end). Without OUTPUT it writes
+    the state a segment leaves to ``enter_ptr`` (``[places, heads, V, BK]``) and, blocks from BLOCKS on, BV rows of the
+    transposed transition to ``map_ptr`` (``[places, heads, BK, BK]``).
+    """
+    C: tl.constexpr = 32
+    pid = tl.program_id(0)
+    block = pid % (BLOCKS + MAPS)
+    rest = pid // (BLOCKS + MAPS)
+    hv = rest % heads
+    place = rest // heads
+    number = 0
+    if SEGMENTED:
+        n, number = find_segment(place, cu_ptr, tokens, sequences, segments_a_sequence, segment, PACKED)
+    else:
+        n = place
+    start, end, slot, row = find_sequence(n, cu_ptr, tokens, tiles_a_sequence, PACKED)
+    is_map = block >= BLOCKS
+    first = start
+    stop = end
+    if SEGMENTED:
+        first = start + number * segment
+        stop = tl.minimum(first + segment, end)
+        # The slot behind a sequence's last segment may belong to nobody; an empty sequence still has its first.
+        if (first >= end) & (number > 0):
+            return
+        if not OUTPUT:  # noqa: SIM102  a compile-time branch around a run-time one, here and below
+            # The last segment's result is nobody's start, and the first one's map is never used.
+            if (stop >= end) | (is_map & (number == 0)):
+                return
+
+    value = (block - tl.where(is_map, BLOCKS, 0)) * BV + tl.arange(0, BV)
+    key = tl.arange(0, BK)
+    inside = (value[:, None] < V) & (key[None, :] < K)
+    one = place.to(tl.int64) * heads + hv
+    state = tl.zeros([BV, BK], tl.float32)
+    if HAS_INITIAL:  # noqa: SIM102
+        if number == 0:
+            source = initial_ptr + (n.to(tl.int64) * heads + hv) * (K * V)
+            state = tl.load(source + key[None, :] * V + value[:, None], mask=inside, other=0.0)
+    if OUTPUT:
+        if SEGMENTED:  # noqa: SIM102
+            if number > 0:
+                source = enter_ptr + (one - heads) * (V * BK)
+                state = tl.load(source + value[:, None] * BK + key[None, :], mask=value[:, None] < V, other=0.0)
+    else:
+        if is_map:
+            state = tl.where(value[:, None] == key[None, :], 1.0, 0.0)
+
+    rows = tl.arange(0, C)
+    keys = rows[:, None] * BK + key[None, :]
+    square = rows[:, None] * C + rows[None, :]
+    plane = slots.to(tl.int64) * heads * (C * BK)
+    v_row = v_ptr + (row.to(tl.int64) * v_stride_b + first.to(tl.int64) * v_stride_t + hv * v_stride_h) * ALIGN
+    o_row = out_ptr
+    if OUTPUT:
+        o_row = out_ptr + ((row.to(tl.int64) * tokens + first) * heads + hv) * V
+    tile0 = (slot + (first - start) // C).to(tl.int64) * heads + hv
+    real = (value < V) & (block < BLOCKS)
+    count = (stop - first + (C - 1)) // C
+    for i in tl.range(0, count):
+        tile = tile0 + i * heads
+        w_tile = wqk_ptr + tile * (C * BK)
+        w = tl.load(w_tile + keys)
+        k_minus = tl.load(w_tile + 2 * plane + keys)
+        a = tl.load(a_ptr + tile * (C * C) + square)
+        decay = tl.load(decay_ptr + tile * BK + key)
+        seen = (rows[:, None] < stop - first - i * C) & real[None, :]
+        v = tl.load(v_row + (i * C + rows[:, None]) * v_stride_t * ALIGN + value[None, :], mask=seen, other=0.0)
+        operand = state.to(FACTOR)
+        new = tl.dot(tl.trans(v.to(VALUE)), tl.trans(a), input_precision=PRECISION)
+        new = tl.dot(operand, tl.trans(w), new, input_precision=PRECISION).to(FACTOR)
+        if OUTPUT:
+            q_plus = tl.load(w_tile + plane + keys)
+            p = tl.load(p_ptr + tile * (C * C) + square)
+            o = tl.dot(operand, tl.trans(q_plus), input_precision=PRECISION)
+            o = tl.dot(new, tl.trans(p), o, input_precision=PRECISION) * scale
+            target = o_row + (i * C + rows[:, None]).to(tl.int64) * heads * V + value[None, :]
+            tl.store(target, tl.trans(o).to(out_ptr.dtype.element_ty), mask=seen)
+        state = tl.dot(new, k_minus, state * decay[None, :], input_precision=PRECISION)
+
+    if OUTPUT:
+        if HAS_FINAL:  # noqa: SIM102
+            if stop >= end:
+                target = final_ptr + (n.to(tl.int64) * heads + hv) * (K * V)
+                tl.store(target + key[None, :] * V + value[:, None], state, mask=inside)
+    else:
+        if is_map:
+            target = map_ptr + one * (BK * BK)
+            tl.store(target + value[:, None] * BK + key[None, :], state, mask=value[:, None] < BK)
+        else:
+            target = enter_ptr + one * (V * BK)
+            tl.store(target + value[:, None] * BK + key[None, :], state, mask=value[:, None] < V)
+
+
+@triton.jit
+def combine_kernel(
+    cu_ptr,
+    enter_ptr,
+    map_ptr,
+    tokens,
+    segments_a_sequence,
+    segment,
+    heads,
+    BK: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Join a sequence's segments in order, in place: the offset of segment j becomes the state that segment leaves.
+
+    ``S_j^T = S_{j-1}^T M_j^T + b_j^T`` from j = 1 on; the first segment's entry is a true state already. Grid:
+    sequences x heads x BLOCKS of BV value rows.
+    """
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    rest = pid // BLOCKS
+    hv = rest % heads
+    n = rest // heads
+    if PACKED:
+        start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), tokens).to(tl.int32)
+        end = tl.minimum(tl.maximum(tl.load(cu_ptr + n + 1), start), tokens).to(tl.int32)
+        place = start // segment + n
+        length = end - start
+    else:
+        place = n * segments_a_sequence
+        length = n * 0 + tokens
+    inner = (length + segment - 1) // segment - 1
+    value = block * BV + tl.arange(0, BV)
+    key = tl.arange(0, BK)
+    inside = value[:, None] < V
+    states = value[:, None] * BK + key[None, :]
+    maps = key[:, None] * BK + key[None, :]
+    one = place.to(tl.int64) * heads + hv
+    if inner > 1:
+        state = tl.load(enter_ptr + one * (V * BK) + states, mask=inside, other=0.0)
+        for j in tl.range(1, inner):
+            here = one + j * heads
+            transition = tl.load(map_ptr + here * (BK * BK) + maps)
+            offset = tl.load(enter_ptr + here * (V * BK) + states, mask=inside, other=0.0)
+            state = tl.dot(state, transition, offset, input_precision=PRECISION)
+            tl.store(enter_ptr + here * (V * BK) + states, state, mask=inside)
+
+
+SCAN = Kernel(scan_kernel)
+COMBINE = Kernel(combine_kernel)
+
+
+@cache
+def scan_variant(
+    config: Config,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    index_dtype: torch.dtype | None,
+    key_width: int,
+    value_width: int,
+    align: int,
+    segmented: bool,
+    output: bool,
+    has_initial: bool,
+    has_final: bool,
+) -> Variant:
+    """The compiled form of ``scan_kernel``; ``dtype`` is that of v."""
+    factor, value = "*" + type_name(config.factor), "*" + type_name(config.value)
+    index = "*" + type_name(index_dtype or torch.int32)
+    types = (
+        *("*" + type_name(dtype), factor, factor, value, "*fp32", index),
+        *("*fp32", "*fp32", "*fp32", "*" + type_name(out_dtype), "*fp32"),
+        *("i64", "i64", "i64"),
+        *(["i32"] * 7),
+        "fp32",
+    )
+    constants = (
+        key_width,
+        config.key_block,
+        value_width,
+        config.value_block,
+        triton.cdiv(value_width, config.value_block),
+        0 if output else triton.cdiv(config.key_block, config.value_block),
+        TRITON_TYPES[config.factor],
+        TRITON_TYPES[config.value],
+        align,
+        index_dtype is not None,
+        segmented,
+        output,
+        has_initial,
+        has_final,
+        config.precision,
+    )
+    return Variant(types, constants, config.scan if output else config.transition)
+
+
+@cache
+def combine_variant(config: Config, index_dtype: torch.dtype | None, value_width: int) -> Variant:
+    """The compiled form of ``combine_kernel``."""
+    types = ("*" + type_name(index_dtype or torch.int32), "*fp32", "*fp32", *(["i32"] * 4))
+    constants = (
+        config.key_block,
+        value_width,
+        config.combine_block,
+        triton.cdiv(value_width, config.combine_block),
+        index_dtype is not None,
+        config.precision,
+    )
+    return Variant(types, constants, config.combine)
+
+
+def scan(
+    problem: Problem, factors: Factors, initial: Tensor | None, output_final: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Launch the walk: (output ``[B, T, HV, V]``, final states ``[N, HV, K, V]`` fp32 or None, segment states or None).
+
+    The third result is ``[places, HV, V, BK]`` fp32, the transposed state each inner segment leaves, for a backward
+    pass that wants to start from them.
+    """
+    config, device = problem.config, problem.q.device
+    heads, width = problem.heads, problem.value_width
+    batch = problem.v.shape[0]
+    index = problem.cu.dtype if problem.cu is not None else None
+    out = torch.empty(batch, problem.tokens, heads, width, dtype=out_dtype, device=device)
+    final = None
+    if output_final:
+        final = torch.empty(problem.sequences, heads, problem.key_width, width, dtype=torch.float32, device=device)
+    segment = config.segment
+    segmented = 0 < segment < problem.tokens
+    places, per_sequence = problem.sequences, 0
+    enter = maps = None
+    if segmented:
+        per_sequence = -(-problem.tokens // segment)
+        places = problem.tokens // segment + places if index is not None else places * per_sequence
+        enter = torch.empty(places, heads, width, config.key_block, dtype=torch.float32, device=device)
+        maps = torch.empty(places, heads, config.key_block, config.key_block, dtype=torch.float32, device=device)
+    v, align = problem.v, problem.align
+    args = (
+        *(v, factors.wqk, factors.p, factors.a, factors.decay, problem.cu, initial, enter, maps, out, final),
+        *(s // align for s in v.stride()[:3]),
+        *(problem.tokens, problem.sequences, problem.tiles_a_sequence, per_sequence, segment, problem.slots, heads),
+        problem.scale,
+    )
+    shape = (config, v.dtype, out_dtype, index, problem.key_width, width, align, segmented)
+    blocks = triton.cdiv(width, config.value_block)
+    if segmented:
+        variant = scan_variant(*shape, False, initial is not None, False)
+        maps_blocks = triton.cdiv(config.key_block, config.value_block)
+        SCAN.launch(places * heads * (blocks + maps_blocks), args, variant, device)
+        COMBINE.launch(
+            problem.sequences * heads * triton.cdiv(width, config.combine_block),
+            (problem.cu, enter, maps, problem.tokens, per_sequence, segment, heads),
+            combine_variant(config, index, width),
+            device,
+        )
+    SCAN.launch(places * heads * blocks, args, scan_variant(*shape, True, initial is not None, output_final), device)
+    return out, final, enter
