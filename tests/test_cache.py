@@ -30,7 +30,7 @@ def test_forks_go_their_own_way_and_leave_the_origin(tiny_config: Tiny) -> None:
     expected = [model(torch.tensor([t]), cache=cache.snapshot()) for t in (5, 6, 7)]
     forks = cache.fork(3)
     together_ND = model(torch.tensor([5, 6, 7]), cache=forks)
-    torch.testing.assert_close(together_ND, torch.cat(expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(together_ND, torch.cat(expected), rtol=0, atol=1e-5)
     assert cache.lengths_N.tolist() == [21]
     assert forks.lengths_N.tolist() == [22] * 3
     again = model(torch.tensor([5]), cache=cache.snapshot())
@@ -92,7 +92,7 @@ def test_cat_and_select_are_inverse(tiny_config: Tiny) -> None:
     assert both.lengths_N.tolist() == [21, 3]
     apart = [model(torch.tensor([8]), cache=c.snapshot()) for c in (b, a)]
     together = model(torch.tensor([8, 8]), cache=both.select([1, 0]))
-    torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-6)
+    torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-5)
 
 
 def test_fork_is_nearly_free_and_bytes_are_the_presets(tiny_config: Tiny) -> None:

@@ -169,9 +169,7 @@ class Model(nn.Module):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum over the batch of weight · (-ln p(target)) in nats, and the sum of the weights."""
-        # Where looking is free, an unpadded batch takes the shorter path without a mask.
-        padded = batch.source_N.device.type != "cpu" or bool((batch.source_N < 0).any())
-        hidden_TD = self(batch.tokens_T, batch.cu_seqlens_N1, mask_T=batch.is_real_T if padded else None)
+        hidden_TD = self(batch.tokens_T, batch.cu_seqlens_N1, mask_T=batch.mask_T)
         return linear_cross_entropy(hidden_TD, self.head.weight, batch.targets_T, batch.weights_T)
 
     def _run(self, branch: Callable[..., Any], layer: nn.Module, *args: Any) -> Any:

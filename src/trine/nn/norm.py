@@ -19,7 +19,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.width = width
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Unit weight."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise `x` `[..., width]`."""
