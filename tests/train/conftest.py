@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trine.balance import QuantileBalancing
 from trine.data import IGNORE_INDEX, Batch
 from trine.ops.router import RouterStats, route
 from trine.train.config import OptimizerConfig, Rates, Stage
@@ -87,20 +88,6 @@ class TinyModel(nn.Module):
         return (nll_T * weights_T).sum(), weights_T.sum()
 
 
-class Quantiles:
-    """The smallest balancer."""
-
-    def step(self, stats: RouterStats) -> None:
-        stats.solve_(TOP_K)
-        stats.zero_()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        assert state == {}
-
-
 def make_batch(seed: int, tokens: int = 24, supervised: int | None = None) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (tokens,), generator=generator)
@@ -130,14 +117,14 @@ def tiny() -> SimpleNamespace:
         torch.manual_seed(seed)
         return TinyModel().to(dtype)
 
-    constants: Callable[..., OptimizerConfig] = lambda **more: OptimizerConfig(
-        rates=Rates(muon=0.02, embeddings=0.02, other=0.01), warmup=0.2, **more
-    )
+    def constants(**more: Any) -> OptimizerConfig:
+        return OptimizerConfig(rates=Rates(muon=0.02, embeddings=0.02, other=0.01), warmup=0.2, **more)
+
     return SimpleNamespace(
         model=model,
         batch=make_batch,
         batches=two_micro_batches,
         plan=plan_of,
         optimizer=constants,
-        balancer=Quantiles,
+        balancer=lambda: QuantileBalancing(TOP_K),
     )

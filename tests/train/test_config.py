@@ -157,9 +157,7 @@ def test_hash_and_difference_see_the_trajectory_and_nothing_else() -> None:
     other = dataclasses.replace(base, tokens=base.tokens * 2)
     assert config_hash(other) != config_hash(base)
     assert first_difference(other, base) == f"tokens: found {2 * base.tokens}, the stored run has {base.tokens}"
-    assert first_difference(TrainConfig(model=("width=96",)), base) == (
-        "model.width: found 96, the stored run has 128"
-    )
+    assert first_difference(TrainConfig(model=("width=96",)), base) == ("model.width: found 96, the stored run has 128")
     rates = dataclasses.replace(base.optimizer.rates, muon=0.5)
     other = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, rates=rates))
     assert str(first_difference(other, base)).startswith("optimizer.rates.muon: found 0.5")

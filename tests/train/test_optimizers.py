@@ -155,7 +155,10 @@ def test_state_survives_a_file_and_training_goes_on_equal(tiny: SimpleNamespace,
     ("change", "message"),
     [
         (lambda s: s.update({"gone/momentum": torch.zeros(2)}), "gone/momentum belongs to no parameter"),
-        (lambda s: s.update({"moe.expert_up/momentum": torch.zeros(2)}), r"moe.expert_up/momentum: found torch.float32"),
+        (
+            lambda s: s.update({"moe.expert_up/momentum": torch.zeros(2)}),
+            r"moe.expert_up/momentum: found torch.float32",
+        ),
         (lambda s: s.pop("head.weight/exp_avg"), r"head.weight: found \['exp_avg_sq', 'step'\], need \['exp_avg'"),
         (lambda s: s.update({"query/exp_avg": s["query/exp_avg"].double()}), "query/exp_avg: found torch.float64"),
         (lambda s: s.update({"query/max": s["query/exp_avg"]}), r"query: found .*'max'"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -56,7 +57,7 @@ def test_warm_up_and_cosine_against_values_worked_out_by_hand() -> None:
     assert found[20] == pytest.approx(0.775, abs=1e-12)
     assert found[49] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 44 / 45)), abs=1e-12)
     assert schedule.factor(400, 8) == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(found[5:], found[6:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(found[5:]))
 
 
 def test_the_curve_depends_on_tokens_alone_and_does_not_restart_at_a_stage() -> None:
@@ -82,5 +83,5 @@ def test_no_warm_up_starts_at_the_peak_and_a_plan_overrun_stays_at_the_end() -> 
 
 @pytest.mark.parametrize("arguments", [(0, 0), (10, 10), (10, -1), (10, 0, 1.5)])
 def test_a_curve_that_cannot_be_is_refused(arguments: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="found .* need"):
+    with pytest.raises(ValueError, match=r"found .* need"):
         Schedule(*arguments)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trine.balance import dead_experts, load_percentiles, max_violation
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -24,6 +26,7 @@ class StepRecord:
     max_vio: list[float]  # a MoE layer: largest load over the mean load, minus 1
     dead_experts: int  # experts without a token, all layers together
     seconds: float
+    load_percentiles: dict[str, float] | None = None  # of load over mean load, averaged over layers: p1 to p99
     updated: bool = True  # False when the update was not applied
 
     def to_json(self) -> dict[str, Any]:
@@ -36,21 +39,20 @@ def _finite(value: Any) -> Any:
         return None
     if isinstance(value, list):
         return [_finite(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
     return value
 
 
-def max_violation(loads_LE: Tensor) -> list[float]:
-    """MaxVio a layer: largest load / mean load - 1 (Loss-Free Balancing, arXiv 2408.15664); 0 without any load."""
-    loads_LE = loads_LE.double()
-    mean_L = loads_LE.mean(-1)
-    worst_L = loads_LE.amax(-1) / mean_L.clamp(min=1e-300) - 1
-    return [max(0.0, one) if mean else 0.0 for one, mean in zip(worst_L.tolist(), mean_L.tolist(), strict=True)]
+def load_figures(loads_LE: Tensor) -> tuple[list[float], int, dict[str, float] | None]:
+    """MaxVio of each layer, dead experts of all layers, and load percentiles (of the mean load, averaged over layers).
 
-
-def dead_experts(loads_LE: Tensor) -> int:
-    """Experts that got no token, in layers that routed any."""
-    routed_L1 = loads_LE.sum(-1, keepdim=True) > 0
-    return int(((loads_LE == 0) & routed_L1).sum())
+    Without MoE layers: no figures, 0, None.
+    """
+    if not loads_LE.numel():
+        return [], 0, None
+    percentiles = {key: float(value_L.mean()) for key, value_L in load_percentiles(loads_LE)._asdict().items()}
+    return max_violation(loads_LE).tolist(), int(dead_experts(loads_LE).sum()), percentiles
 
 
 def bits_per_byte(loss_sum: float, supervised_bytes: int) -> float | None:

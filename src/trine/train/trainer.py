@@ -11,20 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trine._log import logger
+from trine.balance import BalancePolicy, WindowLoads
 from trine.data import IGNORE_INDEX, Batch
 from trine.ops.router import RouterStats
 from trine.train import checkpoint
 from trine.train.callbacks import Callback
 from trine.train.config import OptimizerConfig
 from trine.train.errors import Interrupted, NumericStop, RunError
-from trine.train.metrics import StepRecord, bits_per_byte, dead_experts, max_violation
+from trine.train.metrics import StepRecord, bits_per_byte, load_figures
 from trine.train.optimizers import Optimizers, first_non_finite
 from trine.train.run_folder import RunFolder
 from trine.train.schedule import Plan, Schedule, StageSpan
@@ -33,19 +34,6 @@ NON_FINITE_LIMIT = 3  # steps in a row without an update that end a run
 
 Batches = Callable[[StageSpan, int], Sequence[Batch]]
 """(stage, step inside the stage, from 0) -> the micro-batches of that step: a pure function."""
-
-
-class Balancer(Protocol):
-    """Turns the router statistics of a step into the next step's bias, and zeroes them (`trine.balance`)."""
-
-    def step(self, stats: RouterStats) -> Any:
-        """Read, update the bias in place, zero."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-ready values and tensors."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Take back what `state_dict` gave."""
 
 
 class _Stop(Exception):
@@ -83,7 +71,7 @@ class Trainer:
         batches: Batches,
         optimizer: OptimizerConfig | None = None,
         *,
-        balancer: Balancer | None = None,
+        balancer: BalancePolicy | None = None,
         folder: RunFolder | None = None,
         callbacks: Sequence[Callback] = (),
         keep: int = 2,
@@ -134,22 +122,16 @@ class Trainer:
         self._window = self._volatile_state()
         losses = self._accumulate(batches, weight)
         loss_sum, norm = _read(losses, self.optimizers.grad_norm())
-        stats = self.router_stats
-        loads_LE = torch.zeros(0, 1) if stats is None else stats.loads_LE.detach().cpu()
-        violation, dead = max_violation(loads_LE), dead_experts(loads_LE)
         finite = math.isfinite(loss_sum) and math.isfinite(norm)
         updated = finite and weight > 0
         if updated:
             self.optimizers.clip(norm, self.config.clip)
             self.optimizers.step()
-            if stats is not None and self.balancer is not None:
-                self.balancer.step(stats)
         elif finite:
             self._event("no_supervised_token", step=self.step + 1)
         else:
             self._event("non_finite", step=self.step + 1, tensor=self._first_bad(losses))
-        if stats is not None and (not updated or self.balancer is None):
-            stats.zero_()
+        max_vio, dead, percentiles = load_figures(self._close_window(updated))
         self.optimizers.zero_grad()
         self._window = None
         self.step += 1
@@ -164,9 +146,10 @@ class Trainer:
             lr=self.optimizers.lr,
             grad_norm=norm,
             tokens_per_s=step_tokens / seconds,
-            max_vio=violation,
+            max_vio=max_vio,
             dead_experts=dead,
             seconds=seconds,
+            load_percentiles=percentiles,
             updated=updated,
         )
 
@@ -180,6 +163,17 @@ class Trainer:
                 (loss_sum / weight).backward()
             losses.append(loss_sum.detach().double())
         return losses
+
+    def _close_window(self, updated: bool) -> Tensor:
+        """Let the router bias follow an update, zero the statistics; returns the loads they held, ``[L, E]``."""
+        stats = self.router_stats
+        if stats is None:
+            return torch.zeros(0, 1)
+        if updated and self.balancer is not None:
+            return self.balancer.step(stats).loads_LE.cpu()
+        loads_LE = WindowLoads.of(stats).loads_LE.cpu()
+        stats.zero_()
+        return loads_LE
 
     def _first_bad(self, losses: Sequence[Tensor]) -> str:
         """Where a non-finite number was first seen: parameters, then losses, then gradients."""
