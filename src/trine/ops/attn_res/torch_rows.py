@@ -30,9 +30,9 @@ def _weights(blocks: Sequence[Tensor], direction_D: Tensor, eps: float) -> tuple
     rstd_SR = direction_D.new_empty(len(blocks), rows)
     logits_SR = torch.empty_like(rstd_SR)
     for i, v_RD in enumerate(blocks):
-        torch.sum(v_RD.square(), -1, out=rstd_SR[i])
+        torch.linalg.vector_norm(v_RD, dim=-1, out=rstd_SR[i])
         torch.mv(v_RD, direction_D, out=logits_SR[i])
-    rstd_SR.div_(width).add_(eps).rsqrt_()
+    rstd_SR.square_().div_(width).add_(eps).rsqrt_()
     logits_SR.mul_(rstd_SR)
     return rstd_SR, logits_SR, torch.softmax(logits_SR, 0)
 
@@ -87,11 +87,14 @@ class _AttnRes(torch.autograd.Function):
             own_SR = along_SR * logits_SR * rstd_SR / -width  # coefficient of the source itself
             for i, v_RD in enumerate(blocks):
                 ddirection_D.addmv_(v_RD.t(), along_SR[i])
-                if grads[i] is None:
+                grad = grads[i]
+                if grad is None:
                     continue
-                dv_RD = dh_RD * alpha_SR[i].unsqueeze(-1)
+                dv_RD = grad[start:stop] if grad.dtype == dtype else torch.empty_like(dh_RD)
+                torch.mul(dh_RD, alpha_SR[i].unsqueeze(-1), out=dv_RD)
                 dv_RD.addcmul_(v_RD, own_SR[i].unsqueeze(-1)).addr_(along_SR[i], direction_D)
-                grads[i][start:stop] = dv_RD
+                if grad.dtype != dtype:
+                    grad[start:stop] = dv_RD
         return ddirection_D * gain_D, ddirection_D * query_D, None, *grads
 
 

@@ -21,7 +21,7 @@ SCRATCH = 1 << 20  # elements of the score scratch aimed at; sequences or heads 
 
 
 def _batch_first(x: Tensor, key_heads: int) -> Tensor:
-    """[g, L, H, C] -> contiguous [g * key_heads, (H / key_heads) * L, C]: each key head with the queries that read it."""
+    """[g, L, H, C] -> contiguous [g * key_heads, (H / key_heads) * L, C]: each key head with the queries reading it."""
     size, rows, heads, channels = x.shape
     x = x.unflatten(2, (key_heads, heads // key_heads)).permute(0, 2, 3, 1, 4)
     return x.reshape(size * key_heads, (heads // key_heads) * rows, channels)
@@ -38,40 +38,50 @@ def _key_blocks(end: int) -> Iterator[tuple[int, int]]:
 
 
 class _Mask:
-    """Which scores of a group are not there: keys after the query, and the unused front of a past."""
+    """Which scores of a group are not there: keys after the query, and the unused front of a past.
 
-    def __init__(self, group: Group, key_heads: int, device: torch.device) -> None:
+    Selected away, never multiplied or added away, so that nothing a later key holds can reach an earlier query.
+    """
+
+    def __init__(self, group: Group, key_heads: int, like: Tensor) -> None:
         self.group = group
-        self.later = torch.ones(TILE, TILE, dtype=torch.bool, device=device).triu_(1)
+        # 0 where the key is not after the query and -inf where it is; added after the later scores were set to zero.
+        self.later = torch.full((TILE, TILE), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
         self.front: Tensor | None = None
         if any(group.empty_front):
-            gaps = torch.tensor(group.empty_front, device=device).repeat_interleave(key_heads)
-            self.front = (torch.arange(TILE, device=device) < gaps[:, None]).unsqueeze(1)
+            gaps = torch.tensor(group.empty_front, device=like.device).repeat_interleave(key_heads)
+            self.front = (torch.arange(TILE, device=like.device) < gaps[:, None]).unsqueeze(1)
 
-    def fill_(self, scores: Tensor, value: float, items: slice, tile: tuple[int, int], block: tuple[int, int]) -> None:
-        """Select ``value`` for the scores [items, rows, columns] of one block that are not there."""
-        rows = tile[1] - tile[0]
-        first = self.group.front + tile[0]
-        start, stop = max(first, block[0]), min(first + rows, block[1])
-        if start < stop:
-            part = scores.unflatten(1, (-1, rows))[..., start - block[0] : stop - block[0]]
-            part.masked_fill_(self.later[:rows, start - first : stop - first], value)
+    def scores_(self, scores: Tensor, items: slice, tile: tuple[int, int], block: tuple[int, int]) -> None:
+        """Put -inf where a score [items, rows, columns] is not there."""
+        rows, columns = tile[1] - tile[0], block[1] - block[0]
+        if block[1] > self.group.front + tile[0]:
+            scores.view(-1, rows, columns).tril_(columns - rows)
+            scores.view(-1, rows, columns)[..., columns - rows :].add_(self.later[:rows, :rows])
         if self.front is not None and block[0] == 0:
-            scores[..., :TILE].masked_fill_(self.front[items], value)
+            scores[..., :TILE].masked_fill_(self.front[items], -torch.inf)
+
+    def probabilities_(self, p: Tensor, items: slice, tile: tuple[int, int], block: tuple[int, int]) -> None:
+        """Put 0 where a probability is not there."""
+        rows, columns = tile[1] - tile[0], block[1] - block[0]
+        if block[1] > self.group.front + tile[0]:
+            p.view(-1, rows, columns).tril_(columns - rows)
+        if self.front is not None and block[0] == 0:
+            p[..., :TILE].masked_fill_(self.front[items], 0.0)
 
 
 class _Scratch:
     """One flat buffer that the scores of every tile reuse."""
 
     def __init__(self, like: Tensor) -> None:
-        self.like = like
         self.flat = like.new_empty(0)
 
-    def __call__(self, items: int, rows: int, columns: int) -> Tensor:
-        need = items * rows * columns
+    def take(self, like: Tensor, columns: int) -> Tensor:
+        """A view [items, rows, columns] for the items and rows of ``like``; its contents are arbitrary."""
+        need = like.shape[0] * like.shape[1] * columns
         if self.flat.numel() < need:
-            self.flat = self.like.new_empty(need)
-        return self.flat[:need].view(items, rows, columns)
+            self.flat = like.new_empty(need)
+        return self.flat[:need].view(like.shape[0], like.shape[1], columns)
 
 
 def _item_slices(items: int, rows: int, end: int) -> Iterator[slice]:
@@ -92,7 +102,7 @@ class _Attention(torch.autograd.Function):
         lse_list = []
         scratch = _Scratch(q_FHC)
         for group in plan.groups:
-            mask = _Mask(group, key_heads, q_FHC.device)
+            mask = _Mask(group, key_heads, q_FHC)
             q_gLHC, o_gLHV = _queries(q_FHC, group), _queries(o_FHV, group)
             k_nLC, v_nLV = _keys(k_FGC, v_FGV, group, value_width)
             for tile in tiles(group.queries):
@@ -120,7 +130,7 @@ class _Attention(torch.autograd.Function):
         scratch = (_Scratch(q_FHC), _Scratch(q_FHC))
         lse_iter = iter(lse_list)
         for group in ctx.plan.groups:
-            mask = _Mask(group, key_heads, q_FHC.device)
+            mask = _Mask(group, key_heads, q_FHC)
             q_gLHC, do_gLHV, own_gLH1 = (_queries(x, group) for x in (q_FHC, do_FHV, own_FH1))
             dq_gLHC = _queries(dq_FHC, group)
             k_nLC, v_nLV = _keys(k_FGC, v_FGV, group, value_width)
@@ -177,13 +187,12 @@ def _forward_tile(
 ) -> None:
     """One query tile of some items: o and log-sum-exp, by a running softmax over blocks of keys."""
     q = q_nRC[items]
+    peak, total, o = q.new_full((*q.shape[:2], 1), -torch.inf), q.new_zeros(0), q.new_zeros(0)
     for block in _key_blocks(mask.group.front + tile[1]):
         k, v = k_nLC[items, block[0] : block[1]], v_nLV[items, block[0] : block[1]]
-        p = torch.bmm(q, k.mT, out=scratch(*q.shape[:2], block[1] - block[0]))
-        mask.fill_(p, -torch.inf, items, tile, block)
-        top = p.amax(-1, keepdim=True)
-        if block[0]:
-            top = torch.maximum(top, peak)
+        p = torch.bmm(q, k.mT, out=scratch.take(q, block[1] - block[0]))
+        mask.scores_(p, items, tile, block)
+        top = torch.maximum(p.amax(-1, keepdim=True), peak)
         p.sub_(top).exp_()
         if block[0] == 0:
             total, o = p.sum(-1, keepdim=True), torch.bmm(p, v)
@@ -217,10 +226,10 @@ def _backward_tile(
     for block in _key_blocks(mask.group.front + tile[1]):
         columns = slice(*block)
         k, v = k_nLC[items, columns], v_nLV[items, columns]
-        shape = (*q.shape[:2], block[1] - block[0])
-        p = torch.bmm(q, k.mT, out=scratch[0](*shape)).sub_(lse).exp_()
-        mask.fill_(p, 0.0, items, tile, block)
-        ds = torch.bmm(do, v.mT, out=scratch[1](*shape)).sub_(own).mul_(p)
+        width = block[1] - block[0]
+        p = torch.bmm(q, k.mT, out=scratch[0].take(q, width)).sub_(lse).exp_()
+        mask.probabilities_(p, items, tile, block)
+        ds = torch.bmm(do, v.mT, out=scratch[1].take(q, width)).sub_(own).mul_(p)
         if block[0] == 0:
             torch.bmm(ds, k, out=dq)
         else:

@@ -37,14 +37,15 @@ def _apply(x_TK: Tensor, weight_KO: Tensor, out_TO: Tensor, block: int) -> None:
         out_TO[done:] = torch.bmm(tail, weight_KO.unsqueeze(0))[0, : x_TK.shape[0] - done]
 
 
-def _weight_gradient(dy_TO: Tensor, x_TK: Tensor, block: int) -> Tensor:
-    """dy^T @ x as a running sum over blocks."""
-    total_OK = dy_TO.new_zeros(dy_TO.shape[1], x_TK.shape[1])
-    for dy, x in zip(_blocks(dy_TO, block), _blocks(x_TK, block), strict=True):
-        if dy is not None and x is not None:
-            for i in range(dy.shape[0]):
-                total_OK.addmm_(dy[i].t(), x[i])
-    return total_OK
+def _weight_gradient(dy_THO: Tensor, x_THK: Tensor, block: int) -> Tensor:
+    """sum_t dy[t, h] x[t, h]^T for each head, as a running sum over blocks of tokens."""
+    total_HOK = dy_THO.new_zeros(dy_THO.shape[1], dy_THO.shape[2], x_THK.shape[2])
+    for start in range(0, dy_THO.shape[0], block):
+        dy, x = dy_THO[start : start + block], x_THK[start : start + block]
+        if dy.shape[0] < block:
+            dy, x = (torch.cat([r, r.new_zeros(block - r.shape[0], *r.shape[1:])]) for r in (dy, x))
+        total_HOK.baddbmm_(dy.permute(1, 2, 0), x.transpose(0, 1))
+    return total_HOK
 
 
 class _HeadLinear(torch.autograd.Function):
@@ -75,17 +76,17 @@ class _HeadLinear(torch.autograd.Function):
             if dx is not None:
                 _apply(dy_TO, weight_HOK.reshape(-1, channels), dx, ctx.block)
             if ctx.needs_input_grad[1]:
-                dweight = _weight_gradient(dy_TO, x, ctx.block).view_as(weight_HOK)
+                dweight = _weight_gradient(dy_TO.unsqueeze(1), x.unsqueeze(1), ctx.block).view_as(weight_HOK)
             return dx, dweight, None
         dy_THO = dy_THO.contiguous()
         if dx is not None:
             for h in range(heads):
                 _apply(dy_THO[:, h], weight_HOK[h], dx[:, h], ctx.block)
         if ctx.needs_input_grad[1]:
-            dweight = torch.stack([_weight_gradient(dy_THO[:, h], x[:, h], ctx.block) for h in range(heads)])
+            dweight = _weight_gradient(dy_THO, x, ctx.block)
         return dx, dweight, None
 
 
-def head_linear(x: Tensor, weight_HOK: Tensor, block: int = 128) -> Tensor:
-    """``y_THO``: ``weight[h] x[t, h]`` for x [T, H, K], ``weight[h] x[t]`` for x [T, K], in blocks of ``block`` rows."""
+def head_linear(x: Tensor, weight_HOK: Tensor, block: int = 256) -> Tensor:
+    """``y_THO``: ``weight[h] x[t, h]`` for x [T, H, K], ``weight[h] x[t]`` for x [T, K]; ``block`` rows at a time."""
     return _HeadLinear.apply(x.contiguous(), weight_HOK.contiguous(), block)

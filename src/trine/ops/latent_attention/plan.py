@@ -1,8 +1,8 @@
-"""Where the tiles of a set of packed sequences lie: host integers and index vectors, no arithmetic on tensors' values.
+"""Where the tiles of a set of packed sequences lie: host integers and index vectors.
 
-Sequences with the same number of tiles and the same (rounded) past form a group; a group's sequences lie side by side in
-a padded layout, so that equal tiles of all of them are one batched product. A tile's shape follows from its place in its
-own sequence and from nothing else.
+Sequences with the same number of tiles and the same (rounded) past form a group; a group's sequences lie side by side
+in a padded layout, so that equal tiles of all of them are one batched product. A tile's shape follows from its place in
+its own sequence and from nothing else.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def interleave(first: Tensor, cu_first: Tensor, second: Tensor, cu_second: Tenso
 
 
 class _Store:
-    """A padded buffer [N, capacity, M] that several ``Latents`` may share; ``used`` says how far each row is written."""
+    """A padded buffer [N, capacity, M] that several ``Latents`` may share; ``used``: how far each one is written."""
 
     def __init__(self, sequences: int, needed: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         capacity = -(-max(needed, 1) // PAGE) * PAGE
@@ -47,8 +47,8 @@ class Latents:
 
     Rows are packed [P, M] when made from packed rows, or when they carry gradients; ``append`` without gradients moves
     them to a buffer with room to grow. Holders share that buffer for as long as they agree: the first to append past a
-    common end writes in place, another that appends there copies first. So appending costs O(new rows) on average, and a
-    snapshot or a fork costs nothing until it diverges.
+    common end writes in place, another that appends there copies first. So appending costs O(new rows) on average, and
+    a snapshot or a fork costs nothing until it diverges.
 
     Args:
         rows_PM: packed rows, M = R + S.
@@ -217,7 +217,7 @@ class Latents:
             return False
         if store.rows_NLM.is_inference() and not torch.is_inference_mode_enabled():
             return False
-        return all(n == used or n == new for n, used, new in zip(self._lengths, store.used, lengths, strict=True))
+        return all(n in (used, new) for n, used, new in zip(self._lengths, store.used, lengths, strict=True))
 
     def _copy_store(self, needed: int) -> _Store:
         store = _Store(self.n_sequences, needed, self._width, self._dtype, self._device)

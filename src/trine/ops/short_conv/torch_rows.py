@@ -7,6 +7,7 @@ derivation and for why SiLU is written with ``exp`` and why sums over tokens run
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,23 +15,38 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _BLOCK = 256  # rows summed at a time; fixed, so that appended rows never regroup a sum
+_CACHE = 1 << 16  # elements worked on at a time
 
 
 def _sigmoid(z: Tensor) -> Tensor:
     """Logistic function as 1 / (1 + e^-z): unlike ``torch.sigmoid`` its bits do not depend on an element's position."""
-    return torch.exp(-z).add_(1.0).reciprocal_()
+    return torch.neg(z).exp_().add_(1.0).reciprocal_()
 
 
-def _sum_of_products(a_TC: Tensor, b_TC: Tensor) -> Tensor:
-    """sum_t a_t * b_t per channel, in fixed blocks added in order: zero rows appended change nothing."""
-    tokens, channels = a_TC.shape
-    total_C = a_TC.new_zeros(channels)
-    for start in range(0, tokens, _BLOCK):
-        part = a_TC[start : start + _BLOCK] * b_TC[start : start + _BLOCK]
+def _silu(z: Tensor, out: Tensor) -> Tensor:
+    """out = z sigmoid(z)."""
+    return torch.mul(_sigmoid(z), z, out=out)
+
+
+def _silu_backward(z: Tensor, dy: Tensor, out: Tensor) -> None:
+    """out = dy (s + z s (1 - s)), s = sigmoid(z)."""
+    s = _sigmoid(z)
+    torch.sub(1.0, s, out=out).mul_(z).add_(1.0).mul_(s).mul_(dy)
+
+
+def _sum_over_rows(d_RC: Tensor, windows_RWC: Tensor) -> Tensor:
+    """sum_r d[r] * windows[r, j] for each tap j, [W, C].
+
+    Fixed blocks, filled up with zeros and added in order: rows with zero ``d`` that follow change no bit.
+    """
+    taps, channels = windows_RWC.shape[1:]
+    total_WC = d_RC.new_zeros(taps, channels)
+    for start in range(0, d_RC.shape[0], _BLOCK):
+        part = windows_RWC[start : start + _BLOCK] * d_RC[start : start + _BLOCK].unsqueeze(1)
         if part.shape[0] < _BLOCK:
-            part = torch.cat([part, part.new_zeros(_BLOCK - part.shape[0], channels)])
-        total_C += part.sum(0)
-    return total_C
+            part = torch.cat([part, part.new_zeros(_BLOCK - part.shape[0], taps, channels)])
+        total_WC += part.sum(0)
+    return total_WC
 
 
 def _heads(cu_seqlens_N1: Tensor, tokens: int, reach: int) -> Tensor:
@@ -45,6 +61,13 @@ def _take(rows_TC: Tensor, index: Tensor) -> Tensor:
     tokens = rows_TC.shape[0]
     got = rows_TC.index_select(0, index.flatten().clamp_max(tokens - 1)).view(*index.shape, -1)
     return torch.where((index < tokens).unsqueeze(-1), got, 0.0)
+
+
+def _row_blocks(tokens: int, channels: int) -> Iterator[tuple[int, int]]:
+    """Blocks of rows small enough for the cache; elementwise work, so their size touches no bit."""
+    step = max(1, _CACHE // max(channels, 1))
+    for start in range(0, tokens, step):
+        yield start, min(start + step, tokens)
 
 
 class _ShortConv(torch.autograd.Function):
@@ -64,11 +87,16 @@ class _ShortConv(torch.autograd.Function):
         reach = taps - 1
         weight_WC = weight_CW.t().contiguous()
         # One spare row past the end takes the writes of sequences shorter than the reach.
-        buffer = x_TC.new_empty(tokens + 1, channels)
-        z_TC = buffer[:tokens]
-        torch.mul(x_TC, weight_WC[-1], out=z_TC)
-        for lag in range(1, min(taps, tokens)):
-            z_TC[lag:].addcmul_(x_TC[:-lag], weight_WC[reach - lag])
+        z_buffer = x_TC.new_empty(tokens + 1, channels)
+        y_buffer = torch.empty_like(z_buffer) if activation else z_buffer
+        for start, stop in _row_blocks(tokens, channels):
+            z = z_buffer[start:stop]
+            torch.mul(x_TC[start:stop], weight_WC[-1], out=z)
+            for lag in range(1, min(taps, stop)):
+                skip = max(lag - start, 0)
+                z[skip:].addcmul_(x_TC[start + skip - lag : stop - lag], weight_WC[reach - lag])
+            if activation:
+                _silu(z, y_buffer[start:stop])
         rows_NW = ext_NEC = None
         if reach:
             rows_NW = _heads(cu_seqlens_N1, tokens, reach)
@@ -78,12 +106,12 @@ class _ShortConv(torch.autograd.Function):
             head_NWC = ext_NEC[:, reach:] * weight_WC[-1]
             for lag in range(1, taps):
                 head_NWC.addcmul_(ext_NEC[:, reach - lag : 2 * reach - lag], weight_WC[reach - lag])
-            buffer.index_copy_(0, rows_NW.flatten(), head_NWC.flatten(0, 1))
-        ctx.save_for_backward(x_TC, weight_WC, rows_NW, ext_NEC, z_TC if activation else None)
+            z_buffer.index_copy_(0, rows_NW.flatten(), head_NWC.flatten(0, 1))
+            if activation:
+                y_buffer.index_copy_(0, rows_NW.flatten(), _silu(head_NWC, torch.empty_like(head_NWC)).flatten(0, 1))
+        ctx.save_for_backward(x_TC, weight_WC, rows_NW, ext_NEC, z_buffer[:tokens] if activation else None)
         ctx.has_window = window_NWC is not None
-        if activation is None:
-            return z_TC
-        return _sigmoid(z_TC).mul_(z_TC)
+        return y_buffer[:tokens]
 
     @staticmethod
     @once_differentiable
@@ -92,27 +120,31 @@ class _ShortConv(torch.autograd.Function):
         tokens, channels = x_TC.shape
         taps = weight_WC.shape[0]
         reach = taps - 1
-        buffer = x_TC.new_empty(tokens + 1, channels)
-        dz_TC = buffer[:tokens]
-        if z_TC is None:
-            dz_TC.copy_(dy_TC)
-        else:
-            # silu'(z) = s + z s (1 - s) = s (1 + z (1 - s))
-            s_TC = _sigmoid(z_TC)
-            torch.sub(1.0, s_TC, out=dz_TC)
-            dz_TC.mul_(z_TC).add_(1.0).mul_(s_TC).mul_(dy_TC)
-        dx = dweight = dwindow = None
         need_x, need_weight, need_window = ctx.needs_input_grad[:3]
+        dz_buffer = x_TC.new_empty(tokens + 1, channels)
+        dz_TC = dz_buffer[:tokens]
+        for start, stop in _row_blocks(tokens, channels):
+            if z_TC is None:
+                dz_TC[start:stop] = dy_TC[start:stop]
+            else:
+                _silu_backward(z_TC[start:stop], dy_TC[start:stop], dz_TC[start:stop])
+        if not bool(torch.isfinite(x_TC.sum())):
+            # A row without gradient gives none, whatever it holds: 0 * inf must not reach earlier rows or the weights.
+            dz_TC.masked_fill_(dy_TC == 0, 0.0)
+            x_TC, ext_NEC = (None if r is None else r.masked_fill(~torch.isfinite(r), 0.0) for r in (x_TC, ext_NEC))
+        dx = dweight = dwindow = None
         if reach:
             # The heads' gradient is taken out of the row, so that the shifted products below cross no boundary.
             dhead_NWC = _take(dz_TC, rows_NW)
-            buffer.index_fill_(0, rows_NW.flatten(), 0.0)
+            dz_buffer.index_fill_(0, rows_NW.flatten(), 0.0)
         if need_x or need_window:
-            dx_buffer = torch.empty_like(buffer)
+            dx_buffer = torch.empty_like(dz_buffer)
             dx = dx_buffer[:tokens]
-            torch.mul(dz_TC, weight_WC[-1], out=dx)
-            for lag in range(1, min(taps, tokens)):
-                dx[:-lag].addcmul_(dz_TC[lag:], weight_WC[reach - lag])
+            for start, stop in _row_blocks(tokens, channels):
+                torch.mul(dz_TC[start:stop], weight_WC[-1], out=dx[start:stop])
+                for lag in range(1, taps):
+                    source = dz_TC[start + lag : stop + lag]
+                    dx[start : start + source.shape[0]].addcmul_(source, weight_WC[reach - lag])
             if reach:
                 dext_NEC = torch.zeros_like(ext_NEC)
                 for lag in range(taps):
@@ -120,13 +152,13 @@ class _ShortConv(torch.autograd.Function):
                 dx_buffer.index_add_(0, rows_NW.flatten(), dext_NEC[:, reach:].flatten(0, 1))
                 dwindow = dext_NEC[:, :reach] if ctx.has_window else None
         if need_weight:
-            dweight = torch.empty_like(weight_WC)
-            for lag in range(taps):
-                total_C = _sum_of_products(dz_TC[lag:], x_TC[: tokens - lag]) if tokens > lag else 0.0
-                if reach:
-                    source_NWC = ext_NEC[:, reach - lag : 2 * reach - lag]
-                    total_C = total_C + _sum_of_products(dhead_NWC.flatten(0, 1), source_NWC.flatten(0, 1))
-                dweight[reach - lag] = total_C
+            # Rows before W-1 have no whole window in x, but they are heads, whose gradient has been taken out.
+            dweight = torch.zeros_like(weight_WC)
+            if tokens > reach:
+                dweight += _sum_over_rows(dz_TC[reach:], x_TC.unfold(0, taps, 1).transpose(1, 2))
+            if reach:
+                windows = ext_NEC.unfold(1, taps, 1).transpose(2, 3)
+                dweight += _sum_over_rows(dhead_NWC.flatten(0, 1), windows.flatten(0, 1))
             dweight = dweight.t()
         return dx, dweight, dwindow, None, None
 

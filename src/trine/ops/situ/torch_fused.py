@@ -1,46 +1,65 @@
-"""SiTU-GLU with a backward that keeps only its two inputs."""
+"""SiTU-GLU with a backward that keeps only its two inputs, in blocks small enough for the cache."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_BLOCK = 1 << 16  # elements worked on at a time
+
+
+def _row_blocks(shape: torch.Size) -> Iterator[slice]:
+    step = max(1, _BLOCK // max(shape[1], 1))
+    for start in range(0, shape[0], step):
+        yield slice(start, start + step)
+
 
 class _SituGlu(torch.autograd.Function):
-    """y = a(gate) * c(up) with a = beta tanh(gate/beta) sigmoid(gate) and c = linear_beta tanh(up/linear_beta)."""
+    """y = beta t s linear_beta c with t = tanh(gate/beta), s = sigmoid(gate), c = tanh(up/linear_beta); rows [T, F]."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(ctx: Any, gate_TF: Tensor, up_TF: Tensor, beta: float, linear_beta: float) -> Tensor:
+        ctx.save_for_backward(gate_TF, up_TF)
         ctx.betas = (beta, linear_beta)
-        dtype = _work_dtype(gate, up)
-        gate, up = gate.to(dtype), up.to(dtype)
-        out = torch.tanh(up / linear_beta)
-        out.mul_(torch.tanh(gate / beta).mul_(torch.sigmoid(gate)))
-        return out.mul_(beta * linear_beta)
+        dtype = _work_dtype(gate_TF, up_TF)
+        y_TF = torch.empty(gate_TF.shape, dtype=dtype, device=gate_TF.device)
+        for rows in _row_blocks(gate_TF.shape):
+            gate, up, y = gate_TF[rows].to(dtype), up_TF[rows].to(dtype), y_TF[rows]
+            t = torch.mul(gate, 1.0 / beta).tanh_().mul_(torch.sigmoid(gate))
+            torch.mul(up, 1.0 / linear_beta, out=y).tanh_().mul_(t).mul_(beta * linear_beta)
+        return y_TF
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        gate_in, up_in = ctx.saved_tensors
+    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        gate_TF, up_TF = ctx.saved_tensors
         beta, linear_beta = ctx.betas
-        dtype = _work_dtype(gate_in, up_in)
-        gate, up, dy = gate_in.to(dtype), up_in.to(dtype), dy.to(dtype)
-        dgate = dup = None
-        t = torch.tanh(gate / beta)
-        s = torch.sigmoid(gate)
-        c = torch.tanh(up / linear_beta)
-        if ctx.needs_input_grad[0]:
-            # da/dgate = (1 - t^2) s + beta t s (1 - s) = s (1 - t^2 + beta t (1 - s))
-            da = (1.0 - s).mul_(beta).sub_(t).mul_(t).add_(1.0).mul_(s)
-            dgate = da.mul_(c).mul_(dy).mul_(linear_beta).to(gate_in.dtype)
-        if ctx.needs_input_grad[1]:
-            # dc/dup = 1 - tanh(up/linear_beta)^2
-            dup = c.square_().neg_().add_(1.0).mul_(t).mul_(s).mul_(dy).mul_(beta).to(up_in.dtype)
-        return dgate, dup, None, None
+        need_gate, need_up = ctx.needs_input_grad[:2]
+        dtype = _work_dtype(gate_TF, up_TF)
+        one = torch.ones((), dtype=dtype, device=gate_TF.device)
+        dgate_TF, dup_TF = _new_like(gate_TF, need_gate), _new_like(up_TF, need_up)
+        for rows in _row_blocks(gate_TF.shape):
+            gate, up, dy = (x[rows].to(dtype) for x in (gate_TF, up_TF, dy_TF))
+            t, s = torch.mul(gate, 1.0 / beta).tanh_(), torch.sigmoid(gate)
+            c = torch.mul(up, 1.0 / linear_beta).tanh_()
+            dy_s = dy * s
+            if dgate_TF is not None:
+                # d(beta t s)/dgate = s (1 - t^2 + beta t (1 - s)) = s (1 + t (beta - beta s - t))
+                slope = torch.rsub(s, beta, alpha=beta).sub_(t).mul_(t).add_(1.0)
+                torch.mul(slope.mul_(c).mul_(dy_s), linear_beta, out=dgate_TF[rows])
+            if dup_TF is not None:
+                # d(linear_beta c)/dup = 1 - c^2
+                slope = torch.addcmul(one, c, c, value=-1.0)
+                torch.mul(slope.mul_(t).mul_(dy_s), beta, out=dup_TF[rows])
+        return dgate_TF, dup_TF, None, None
+
+
+def _new_like(x: Tensor, wanted: bool) -> Tensor | None:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device) if wanted else None
 
 
 def _work_dtype(gate: Tensor, up: Tensor) -> torch.dtype:
@@ -49,4 +68,7 @@ def _work_dtype(gate: Tensor, up: Tensor) -> torch.dtype:
 
 def situ_glu_torch(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
     """SiTU-GLU of equal shapes; float32 (float64 if an input is) result, gradients in the dtypes of the inputs."""
-    return _SituGlu.apply(gate, up, beta, linear_beta)
+    if gate.ndim == 0 or gate.numel() == 0:
+        return _SituGlu.apply(gate.reshape(-1, 1), up.reshape(-1, 1), beta, linear_beta).view(gate.shape)
+    width = gate.shape[-1]
+    return _SituGlu.apply(gate.reshape(-1, width), up.reshape(-1, width), beta, linear_beta).view(gate.shape)
