@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 from trine.data._errors import DataError
 
 
-def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
-    """Write ``content`` (or what it writes into the open file) under a temporary name, flush to disk, rename.
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write ``content`` under a temporary name, flush to disk, rename.
 
     Raises:
         DataError: the folder is missing or not writable, or the disk is full; nothing is left behind.
@@ -19,10 +17,7 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], None]) ->
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            if callable(content):
-                content(file)
-            else:
-                file.write(content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -140,7 +140,7 @@ def cut(
     return stream, start, length
 
 
-@dataclass
+@dataclass(eq=False)
 class PackingPlan:
     """Rows of one training stage.
 
@@ -165,7 +165,7 @@ class PackingPlan:
     micro_batch_tokens: int = 4096
     seed: int = 0
     stage: int = 0
-    documents: NDArray[np.int64] | None = None
+    documents: NDArray[np.int64] | None = field(default=None, repr=False)
     shift_cuts: bool = True
     _epochs: dict[int, Epoch] = field(default_factory=dict, repr=False)
     _ends: list[int] = field(default_factory=list, repr=False)
