@@ -83,7 +83,7 @@ def test_appended_tokens_change_no_bit(lab: SimpleNamespace, threads: int, kind:
 @pytest.mark.parametrize("kind", KINDS)
 def test_appended_documents_change_no_bit(lab: SimpleNamespace, threads: int, kind: str) -> None:
     lengths = (20, 0, 33, 16, 70, 1)
-    sizes = dict(heads=3, sequences=len(lengths))
+    sizes = {"heads": 3, "sequences": len(lengths)}
     whole = draw(lab, sum(lengths), kind, **sizes)
     weights = torch.randn(whole["v"].shape)
 

@@ -47,7 +47,9 @@ def test_sixty_key_channels(lab: SimpleNamespace, dtype: torch.dtype) -> None:
     lab.check(kda, lab.draw(65, key=60, value=36), dtype)
 
 
-@pytest.mark.parametrize("lengths", [(5, 17, 1, 0, 41), (0, 0, 3), (1, 1, 1), (16, 48, 32), (32, 32), (33, 0), (64, 16, 16, 0)])
+@pytest.mark.parametrize(
+    "lengths", [(5, 17, 1, 0, 41), (0, 0, 3), (1, 1, 1), (16, 48, 32), (32, 32), (33, 0), (64, 16, 16, 0)]
+)
 @pytest.mark.parametrize("kind", ["bounded", "softplus"])
 def test_packed_documents_equal_the_definition(lab: SimpleNamespace, lengths: tuple[int, ...], kind: str) -> None:
     inputs = lab.draw(sum(lengths), sequences=len(lengths), key=8, value=5)
@@ -84,13 +86,13 @@ def test_grouped_value_heads(lab: SimpleNamespace, kind: str, dtype: torch.dtype
 @pytest.mark.parametrize(
     "options",
     [
-        dict(qk_norm=False),
-        dict(scale=0.7),
-        dict(beta_max=2.0),
-        dict(lower_bound=-1.0),
-        dict(lower_bound=-5.4),
-        dict(plan="serial"),
-        dict(plan="segmented"),
+        {"qk_norm": False},
+        {"scale": 0.7},
+        {"beta_max": 2.0},
+        {"lower_bound": -1.0},
+        {"lower_bound": -5.4},
+        {"plan": "serial"},
+        {"plan": "segmented"},
     ],
     ids=str,
 )

@@ -101,7 +101,7 @@ def _affine(gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, multiply
     if gate.ndim < 2:
         raise ValueError(f"gate: found shape {tuple(gate.shape)}, need [..., H, K]")
     heads, channels = gate.shape[-2:]
-    x = gate.to(compute_dtype(gate, A_log, dt_bias))
+    x = gate.to(compute_dtype(gate))
     if dt_bias is not None:
         if dt_bias.shape not in ((heads, channels), (heads * channels,)):
             raise ValueError(f"dt_bias: found shape {tuple(dt_bias.shape)}, need [{heads}, {channels}] or flattened")

@@ -79,12 +79,13 @@ def kda_step(
         index = state_indices.clamp(min=0).long()
         state = state_NHKV[index]
     n, heads, channels = q.shape
-    S = (state * decay.unsqueeze(-1)).view(n * heads, channels, -1)
+    values = v.shape[-1]
+    S = (state * decay.unsqueeze(-1)).view(n * heads, channels, values)
     flat = (n * heads, 1, channels)
-    error = torch.baddbmm(v.reshape(n * heads, 1, -1), k.reshape(flat), S, alpha=-1.0)
+    error = torch.baddbmm(v.reshape(n * heads, 1, values), k.reshape(flat), S, alpha=-1.0)
     S = torch.baddbmm(S, (k * b.unsqueeze(-1)).reshape(flat).mT, error)
-    out = torch.bmm((q * scale).reshape(flat), S).view(n, heads, -1)
-    new = S.view(n, heads, channels, -1)
+    out = torch.bmm((q * scale).reshape(flat), S).view(n, heads, values)
+    new = S.view(n, heads, channels, values)
     if keep is not None and index is not None:
         out = torch.where(keep[:, None, None], out, 0.0)
         pool = state_NHKV if inplace else state_NHKV.clone()
