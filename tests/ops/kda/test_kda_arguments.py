@@ -58,8 +58,8 @@ GOLDEN = [
     ({"backend": "cuda"}, "backend: found 'cuda', need one of ['auto', 'triton', 'torch', 'reference'] for kda"),
     (
         {"initial_state": torch.zeros(1, H, V, K)},
-        "initial_state: found shape (1, 2, 3, 5), need [N, HV, K, V] = (1, 2, 5, 3); it looks transposed, [V, K] instead "
-        "of [K, V]",
+        "initial_state: found shape (1, 2, 3, 5), need [N, HV, K, V] = (1, 2, 5, 3); it looks transposed, "
+        "[V, K] instead of [K, V]",
     ),
     (
         {"initial_state": torch.zeros(2, H, K, V)},

@@ -219,7 +219,7 @@ def backward_pass(
 ) -> tuple[Any, ...]:
     """Gradients of q, k, v, gate, beta, A_log, dt_bias (these two if ``parameters``) and the members' first states."""
     (
-    """Gradients of q, k, v, gate, beta, A_log, dt_bias (these if ``parameters``) and of the members' first states."""
+        q, k, gate, rq, rk, beta, beta_slope, reads, w, raw_reads, g, grow, shrink, y_gate, slope, P_diagonal, BA, R, oy,
         slots,
     ) = saved  # fmt: skip
     rows, heads, channels = q.shape
