@@ -21,6 +21,9 @@ def test_replaces_whole_files(tmp_path: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none/a: cannot be written \(No such file or directory\)"):
         write_atomically(tmp_path / "none" / "a", b"x")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DataError, match=r"file/a: cannot be written \(Not a directory\)"):
+        write_atomically(tmp_path / "file" / "a", b"x")
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
