@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from trine.ops.latent_attention.plan import TILE, Group, Plan, tiles
 
-KEY_BLOCK = 1024  # key columns of one product; a multiple of TILE
-SCRATCH = 1 << 20  # elements of the score scratch aimed at; sequences or heads of a batch are split to stay near it
+KEY_BLOCK = 512  # key columns of one product; a multiple of TILE
+SCRATCH = 1 << 18  # elements of the score scratch aimed at; sequences or heads of a batch are split to stay near it
 
 
 def _batch_first(x: Tensor, key_heads: int) -> Tensor:

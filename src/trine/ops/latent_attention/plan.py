@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TILE = 128  # query rows of a tile; also what a past is rounded up to
+TILE = 64  # query rows of a tile; also what a past is rounded up to
 
 
 def tiles(rows: int) -> Iterator[tuple[int, int]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from trine.ops.latent_attention.core import attention
 from trine.ops.latent_attention.linear import head_linear
@@ -15,14 +18,14 @@ class _Place(torch.autograd.Function):
     """Rows moved by an index in which no row occurs twice, so that the gradient is a gather as well."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return to_padded(rows, index)
 
     @staticmethod
-    def backward(ctx, drows: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-        (inverse,) = ctx.saved_tensors
-        return to_packed(drows, inverse), None, None
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None]:
+        return to_packed(drows, *ctx.saved_tensors), None, None
 
 
 def _place(rows: Tensor, index: Tensor | None, inverse: Tensor | None) -> Tensor:
@@ -40,6 +43,39 @@ def latent_attention_torch(
     form: str,
 ) -> Tensor:
     """o_THV for packed sequences; all floats of one dtype (past rows are converted), T >= 1."""
+    if not bool(torch.isfinite(q_THC.detach().sum() + rows_TM.detach().sum())):
+        q_THC, rows_TM, lost_T = _set_aside(q_THC, rows_TM, cu_seqlens_N1)
+        o_THV = _finite(q_THC, rows_TM, key_up_HKR, value_up_HVR, cu_seqlens_N1, past, scale, form)
+        return torch.where(lost_T[:, None, None], torch.nan, o_THV)
+    return _finite(q_THC, rows_TM, key_up_HKR, value_up_HVR, cu_seqlens_N1, past, scale, form)
+
+
+def _set_aside(q_THC: Tensor, rows_TM: Tensor, cu_seqlens_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros in the place of tokens that are not finite, and which outputs they make NaN.
+
+    A product with a masked probability, 0 * inf, would carry such a token to the queries before it. It may reach only
+    its own output (from its query) and those from itself on to the end of its sequence (from its row).
+    """
+    good_query_T = torch.isfinite(q_THC.detach()).flatten(1).all(1)
+    good_row_T = torch.isfinite(rows_TM.detach()).all(1)
+    bad_N = torch.nn.functional.pad((~good_row_T).cumsum(0), (1, 0))
+    starts_N = cu_seqlens_N1[:-1].long().to(bad_N.device)
+    before_T = torch.repeat_interleave(bad_N[starts_N], cu_seqlens_N1.diff().to(bad_N.device))
+    lost_T = ~good_query_T | (bad_N[1:] > before_T)
+    q_THC = torch.where(good_query_T[:, None, None], q_THC, 0.0)
+    return q_THC, torch.where(good_row_T[:, None], rows_TM, 0.0), lost_T
+
+
+def _finite(
+    q_THC: Tensor,
+    rows_TM: Tensor,
+    key_up_HKR: Tensor,
+    value_up_HVR: Tensor,
+    cu_seqlens_N1: Tensor,
+    past: Latents | None,
+    scale: float,
+    form: str,
+) -> Tensor:
     lengths = cu_seqlens_N1.diff().tolist()
     pasts = [0] * len(lengths) if past is None else past.lengths_N.tolist()
     heads, content, rank = key_up_HKR.shape
@@ -47,6 +83,7 @@ def latent_attention_torch(
         return _decode(q_THC, rows_TM, key_up_HKR, value_up_HVR, lengths, past, scale)
     joined_LM = rows_TM
     if past is not None and any(pasts):
+        cu_seqlens_N1 = cu_seqlens_N1.to(past.device)
         joined_LM, _ = interleave(past.rows_PM.to(rows_TM.dtype), past.cu_seqlens_N1, rows_TM, cu_seqlens_N1)
     plan = make_plan(lengths, pasts, q_THC.device)
     query_maps, key_maps = (plan.query_rows, plan.query_places), (plan.key_rows, plan.key_places)
