@@ -1,9 +1,9 @@
-"""The backward pass of bounded-decay KDA on a GPU: three launches, nothing saved but the inputs.
+"""The backward pass of bounded-decay KDA on a GPU: four launches, nothing saved but the inputs and the output.
 
 1. ``prepare_kernel`` (chunk, head): factors W, Q+, K-, A, P of each 32-token chunk from the raw inputs.
 2. ``scan_kernel``: state scan and reverse scan as two halves of one grid; they need nothing of each other.
-3. ``gradient_kernel`` (chunk, head): every gradient, through L2 norm, gate and beta, and one partial sum a chunk for
-   dt_bias and A_log. No atomics: a second, ordered sum finishes those two.
+3. ``gradient_kernel`` (chunk, head, channel block): every gradient, through L2 norm, gate and beta.
+4. ``finish_kernel``: ordered sums over chunks for dt_bias and A_log, over channel blocks for beta. No atomics.
 
 The mathematics stands in the operator's README and in the kernels' docstrings.
 """
@@ -12,17 +12,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from trine.ops.kda.triton_backward_gradients import gradient_kernel
+from trine.ops.kda.triton_backward_gradients import finish_kernel, gradient_kernel
 from trine.ops.kda.triton_backward_prepare import prepare_kernel
 from trine.ops.kda.triton_backward_scan import scan_kernel
+from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
+from trine.ops.kda.triton_prepare import even_rows
 
 CHUNK = 32
+PREPARE = Kernel(prepare_kernel)
+SCAN = Kernel(scan_kernel)
+GRADIENT = Kernel(gradient_kernel)
+FINISH = Kernel(finish_kernel)
 
 
 class Gradients(NamedTuple):
@@ -39,58 +45,105 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """Launch parameters of the three kernels: channels or value columns a block, warps, pipeline stages."""
+class BackwardConfig:
+    """How the kernels of one call are cut and compiled; a function of operand type and padded head sizes only.
 
+    Attributes:
+        operand: dtype of every product's operands and of the buffers between kernels.
+        key_width, value_width: K and V padded to powers of two.
+        prepare_block, gradient_block: key channels of one step or program. scan_block, gradient_values: value columns.
+        prepare, scan, gradient: how the kernels are compiled.
+    """
+
+    operand: torch.dtype
+    key_width: int
+    value_width: int
     prepare_block: int
-    prepare_warps: int
     scan_block: int
-    scan_warps: int
-    scan_stages: int
     gradient_block: int
-    gradient_warps: int
+    gradient_values: int
+    prepare: Options
+    scan: Options
+    gradient: Options
 
 
-def configuration(dtype: torch.dtype, K: int, V: int) -> Configuration:
-    """The committed launch parameters for operand type and head sizes (padded to powers of two)."""
-    if dtype == torch.float32:
-        return Configuration(min(32, K), 4, min(32, V), 4, 1, min(32, K), 8)
-    if K > 128 or V > 128:
-        return Configuration(min(64, K), 4, min(64, V), 8, 2, min(64, K), 8)
-    return Configuration(min(64, K), 2, min(64, V), 4, 3, min(64, K), 4)
-
-
-def padded(size: int) -> int:
-    """Smallest power of two >= size and >= 32: what a kernel's tile holds, the rest masked."""
+def _padded(size: int) -> int:
     return max(32, 1 << (size - 1).bit_length())
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, d_output: Tensor) -> None:
-    """Refuse shapes and types that the kernels do not take.
+@cache
+def choose_backward(dtype: torch.dtype, K: int, V: int) -> BackwardConfig:
+    """The committed launch parameters on Hopper for inputs of ``dtype`` and head sizes K, V up to 256."""
+    key, value = _padded(K), _padded(V)
+    if dtype == torch.float32:
+        blocks = (min(32, key), min(32, value), min(32, key), min(32, value))
+        slow = Options(num_warps=4)
+        return BackwardConfig(torch.float32, key, value, *blocks, slow, slow, slow)
+    blocks = (min(64, key), min(64 if key <= 128 else 32, value), min(64, key), 32)
+    return BackwardConfig(
+        torch.bfloat16,
+        key,
+        value,
+        *blocks,
+        prepare=Options(num_warps=4),
+        scan=Options(num_warps=4, num_stages=3 if key <= 128 else 2),
+        gradient=Options(num_warps=4, num_stages=3),
+    )
 
-    Raises:
-        ValueError: naming the tensor, what was found and what is needed.
-    """
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    wanted = {
-        "k": (k, (B, T, H, K)),
-        "v": (v, (B, T, HV, V)),
-        "gate": (gate, (B, T, HV, K)),
-        "beta": (beta, (B, T, HV)),
-        "d_output": (d_output, (B, T, HV, V)),
-    }
-    for name, (tensor, shape) in wanted.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: found shape {tuple(tensor.shape)}, need {shape}")
-        if tensor.device != q.device:
-            raise ValueError(f"{name}: found device {tensor.device}, need {q.device} like q")
-    if HV % H:
-        raise ValueError(f"v: found {HV} value heads, need a multiple of the {H} key heads")
-    if max(K, V) > 256:
-        raise ValueError(f"q, v: found head sizes K={K}, V={V}, need at most 256")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"q: found dtype {q.dtype}, need bfloat16, float16 or float32")
+
+@dataclass(frozen=True)
+class _Form:
+    """What decides which compiled kernels a call needs, besides its configuration."""
+
+    dtypes: tuple[torch.dtype, ...]  # q, k, v, gate, beta, output, d_output
+    index: torch.dtype | None  # of cu_seqlens; None: unpacked
+    K: int
+    V: int
+    norm: bool
+    logit: bool
+    rate: bool
+    bias: bool
+    initial: bool
+    final: bool
+    grouped: bool
+    fast: bool
+
+
+@cache
+def variants(config: BackwardConfig, form: _Form) -> tuple[Variant, Variant, Variant, Variant]:
+    """The compiled forms of the four kernels, in launch order."""
+    q, k, v, gate, beta, output, d_output = ("*" + type_name(dtype) for dtype in form.dtypes)
+    x, f, index = "*" + type_name(config.operand), "*fp32", "*" + type_name(form.index or torch.int32)
+    operand, packed = TRITON_TYPES[config.operand], form.index is not None
+    key, value = config.key_width, config.value_width
+    dq = f if form.grouped else q
+    flags = (form.norm, form.logit, form.rate, form.bias, packed, form.fast)
+    scratch = CHUNK * key * config.operand.itemsize // 4
+    prepare = Variant(
+        (q, k, gate, beta, f, f, index, x, x, x, x, x, f, f, f, *["i32"] * 4, *["fp32"] * 5),
+        (form.K, key, config.prepare_block, scratch, operand, *flags),
+        config.prepare,
+    )
+    scan = Variant(
+        (v, d_output, x, x, x, x, x, f, f, f, index, x, x, x, v, f, *["i32"] * 3),
+        (form.K, form.V, key, value, config.scan_block, operand, form.initial, form.final, packed),
+        config.scan,
+    )
+    gradient = Variant(
+        (
+            *(q, k, v, gate, beta, d_output, output, f, f, index, f, x, x, x, v, dq, dq, gate, f, f, f, f),
+            *(*["i32"] * 7, *["fp32"] * 6),
+        ),
+        (form.K, form.V, key, value, config.gradient_block, config.gradient_values, operand, *flags),
+        config.gradient,
+    )
+    blocks = key // config.gradient_block
+    finish = Variant(
+        (beta, index, f, f, f, beta, f, f, *["i32"] * 4, "fp32"),
+        (form.K, key, blocks, 256, form.logit, form.rate, form.bias, packed, form.fast),
+        Options(num_warps=4),
+    )
+    return prepare, scan, gradient, finish
 
 
 def kda_backward(
@@ -99,6 +152,7 @@ def kda_backward(
     v: Tensor,
     gate: Tensor,
     beta: Tensor,
+    output: Tensor,
     d_output: Tensor,
     d_final_state: Tensor | None = None,
     *,
@@ -111,110 +165,118 @@ def kda_backward(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    config: Configuration | None = None,
+    config: BackwardConfig | None = None,
 ) -> Gradients:
-    """Every gradient of ``kda(..., gate_kind="bounded")`` (K3 report, arXiv 2607.24653, Eq. 1-5), recomputed from inputs.
+    """Every gradient of ``kda`` with the bounded gate (K3 report, arXiv 2607.24653, Eq. 1-5), recomputed from inputs.
+
+    Arguments are taken as checked by ``kda``.
 
     Args:
-        q, k: raw ``[B, T, H, K]``, bf16, fp16 or fp32. fp32 inputs keep fp32-like accuracy; 16-bit ones use bf16 operands.
+        q, k: raw ``[B, T, H, K]``, bf16, fp16 or fp32. fp32 keeps fp32-like accuracy; 16-bit types use bf16 operands.
         v: ``[B, T, HV, V]``. gate: raw ``[B, T, HV, K]``. beta: ``[B, T, HV]``.
+        output: what the forward pass returned, ``[B, T, HV, V]`` (the L2 norm of q needs q.dq = output.d_output).
         d_output: gradient of the output ``[B, T, HV, V]``.
         d_final_state: gradient of the final state ``[N, HV, K, V]`` or None.
         A_log: ``[HV]`` or None (rate 1). dt_bias: ``[HV, K]``, also flattened, or None.
-        lower_bound: bound of the log decay in [-5, 0).
-        initial_state: ``[N, HV, K, V]`` or None. cu_seqlens: int32 or int64 ``[N+1]`` with B = 1, read on the device only.
+        lower_bound: bound of the log decay in [-5.4, 0).
+        initial_state: ``[N, HV, K, V]`` or None. cu_seqlens: int32 or int64 ``[N+1]`` with B = 1, read on the device
+            only; gradients of tokens that it leaves out are zero.
 
     Returns:
-        Gradients in the types of their inputs; states' fp32.
+        Gradients in the types of their inputs; those of states in fp32.
 
     Raises:
-        ValueError: a shape, type or bound that does not fit, named with what was found.
+        ValueError: ``output`` or ``d_output`` of another shape than ``v``.
     """
-    check(q, k, v, gate, beta, d_output)
-    if not -5.0 <= lower_bound < 0.0:
-        raise ValueError(f"lower_bound: found {lower_bound}, need a value in [-5, 0)")
+    for name, tensor in (("output", output), ("d_output", d_output)):
+        if tensor.shape != v.shape:
+            raise ValueError(f"{name}: found shape {tuple(tensor.shape)}, need that of v, {tuple(v.shape)}")
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    packed = cu_seqlens is not None
-    N = cu_seqlens.numel() - 1 if cu_seqlens is not None else B
-    scale = K**-0.5 if scale is None else scale
-    operand = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
-    KP, VP = padded(K), padded(V)
-    config = configuration(operand, KP, VP) if config is None else config
-    slots = T // CHUNK + N + 1 if packed else B * -(-T // CHUNK)
     device = q.device
-    q, k, v, gate, beta, d_output = (x.contiguous() for x in (q, k, v, gate, beta, d_output))
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
-    if d_final_state is not None:
-        d_final_state = d_final_state.contiguous()
-    if dt_bias is not None:
-        dt_bias = dt_bias.contiguous()
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    scale = K**-0.5 if scale is None else scale
+    config = choose_backward(q.dtype, K, V) if config is None else config
+    operand, KP, VP = config.operand, config.key_width, config.value_width
+    slots = B * -(-T // CHUNK) if cu_seqlens is None else T // CHUNK + N + 1
+    q, k, v, gate, beta, output, d_output = (even_rows(x.contiguous()) for x in (q, k, v, gate, beta, output, d_output))
+    state = None if initial_state is None else initial_state.float().contiguous()
+    d_final = None if d_final_state is None else d_final_state.float().contiguous()
+    rate = None if A_log is None else A_log.float().contiguous()
+    bias = None if dt_bias is None else dt_bias.float().contiguous()
+    cu = None if cu_seqlens is None else cu_seqlens.to(device).contiguous()
 
-    d_initial = torch.empty(N, HV, K, V, dtype=torch.float32, device=device) if initial_state is not None else None
-    if B * T == 0:
-        empty = [torch.zeros_like(x) for x in (q, k, v, gate, beta)]
-        if d_initial is not None:
-            d_initial = d_initial.zero_() if d_final_state is None else d_final_state.float().clone()
-        d_rate = None if A_log is None else torch.zeros_like(A_log)
-        return Gradients(*empty, d_rate, None if dt_bias is None else torch.zeros_like(dt_bias), d_initial)
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
 
-    def buffer(*shape: int, dtype: torch.dtype = operand) -> Tensor:
-        return torch.empty(slots, HV, *shape, dtype=dtype, device=device)
-
+    form = _Form(
+        (q.dtype, k.dtype, v.dtype, gate.dtype, beta.dtype, output.dtype, d_output.dtype),
+        None if cu is None else cu.dtype, K, V, qk_norm, beta_is_logit, rate is not None, bias is not None,
+        state is not None, d_final is not None, HV != H, device.type == "cuda",
+    )  # fmt: skip
+    prepare, scan, gradient, finish = variants(config, form)
     decay_scale = lower_bound * math.log2(math.e)
-    anchor = float(round(-decay_scale * CHUNK / 2))
-    search = N.bit_length() if packed else 0
-    fast = device.type == "cuda"
-    flags = {
-        "HV": HV, "GROUP": HV // H, "K": K, "KP": KP, "QK_NORM": qk_norm, "BETA_LOGIT": beta_is_logit,
-        "HAS_A": A_log is not None, "HAS_BIAS": dt_bias is not None, "PACKED": packed, "SEARCH": search, "FAST": fast,
-    }  # fmt: skip
-    DT = _triton_type(operand)
-    w, q_plus, k_minus = buffer(CHUNK, KP), buffer(CHUNK, KP), buffer(CHUNK, KP)
-    a, p = buffer(CHUNK, CHUNK), buffer(CHUNK, CHUNK)
-    decay, norms = buffer(KP, dtype=torch.float32), buffer(2, CHUNK, dtype=torch.float32)
-    scratch = w.view(torch.float32)
-    prepare_kernel[(slots * HV,)](
-        q, k, gate, beta, A_log, dt_bias, cu_seqlens, w, q_plus, k_minus, a, p, decay, norms, scratch,
-        T, N, scale, decay_scale, anchor, 2.0**-anchor, beta_max,
-        BK=min(config.prepare_block, KP), SCRATCH=scratch[0, 0].numel(), DT=DT, num_warps=config.prepare_warps, **flags,
+    anchor = round(-decay_scale * CHUNK / 2)
+    powers = (decay_scale, float(anchor), 2.0**-anchor, beta_max)
+
+    w, q_plus, k_minus = (empty(slots, HV, CHUNK, KP, dtype=operand) for _ in range(3))
+    a, p = (empty(slots, HV, CHUNK, CHUNK, dtype=operand) for _ in range(2))
+    decay, norms = empty(slots, HV, KP), empty(slots, HV, 2, CHUNK)
+    PREPARE.launch(
+        slots * HV,
+        (
+            *(q, k, gate, beta, rate, bias, cu, w, q_plus, k_minus, a, p, decay, norms, w.view(torch.float32)),
+            *(T, N, HV, HV // H, scale, *powers),
+        ),
+        prepare,
+        device,
+    )
+    states, d_states = (empty(slots, HV, VP, KP, dtype=operand) for _ in range(2))
+    values, dv = empty(slots, HV, VP, CHUNK, dtype=operand), torch.empty_like(v)
+    d_state = None if state is None else torch.empty_like(state)
+    SCAN.launch(
+        2 * N * HV * (VP // config.scan_block),
+        (
+            *(v, d_output, w, q_plus, k_minus, a, p, decay, state, d_final, cu),
+            *(states, d_states, values, dv, d_state, T, N, HV),
+        ),
+        scan,
+        device,
+    )
+    del w, q_plus, k_minus, a, p, decay  # the allocator gives their memory to the gradients
+    blocks = KP // config.gradient_block
+    dq = empty(B, T, HV, K, dtype=torch.float32 if HV != H else q.dtype)
+    dk, dgate, dbeta = torch.empty_like(dq), torch.empty_like(gate), torch.empty_like(beta)
+    scratch = empty(slots, HV, blocks, 4 * CHUNK + config.gradient_block)
+    beta_parts, bias_parts, rate_parts = (
+        empty(slots, HV, blocks, CHUNK), empty(slots, HV, KP), empty(slots, HV, blocks)
     )  # fmt: skip
-    states, d_states = buffer(VP, KP), buffer(VP, KP)
-    values, d_values = buffer(VP, CHUNK), buffer(VP, CHUNK)
-    BV = min(config.scan_block, VP)
-    scan_kernel[(2 * N * HV * (VP // BV),)](
-        v, d_output, w, q_plus, k_minus, a, p, decay, initial_state, d_final_state, cu_seqlens,
-        states, d_states, values, d_values, d_initial, T, N,
-        HV=HV, K=K, V=V, KP=KP, VP=VP, BV=BV, DT=DT, HAS_INITIAL=initial_state is not None,
-        HAS_FINAL=d_final_state is not None, PACKED=packed,
-        num_warps=config.scan_warps, num_stages=config.scan_stages,
-    )  # fmt: skip
-    del w, q_plus, k_minus, p, scratch  # their memory serves the gradients
-    grouped = HV != H
-    wide = torch.float32 if grouped else q.dtype
-    dq = torch.empty(B, T, HV, K, dtype=wide, device=device)
-    dk = torch.empty_like(dq)
-    dv, dgate, dbeta = torch.empty_like(v), torch.empty_like(gate), torch.empty_like(beta)
-    make = torch.zeros if packed else torch.empty  # unused slots of a packed row must add nothing
-    bias_parts = make(slots, HV, KP, dtype=torch.float32, device=device) if dt_bias is not None else None
-    rate_parts = make(slots, HV, dtype=torch.float32, device=device) if A_log is not None else None
-    gradient_kernel[(slots * HV,)](
-        q, k, v, gate, beta, d_output, A_log, dt_bias, cu_seqlens, a, norms, states, d_states, values, d_values,
-        dq, dk, dv, dgate, dbeta, bias_parts, rate_parts,
-        T, N, scale, lower_bound, decay_scale, anchor, 2.0**-anchor, beta_max,
-        V=V, VP=VP, BK=min(config.gradient_block, KP), DT=DT, num_warps=config.gradient_warps, **flags,
-    )  # fmt: skip
-    if grouped:
+    top = 120 - anchor - (0 if qk_norm else 8)
+    GRADIENT.launch(
+        slots * HV * blocks,
+        (
+            *(q, k, v, gate, beta, d_output, output, rate, bias, cu, norms, states, d_states, values, dv),
+            *(dq, dk, dgate, scratch, beta_parts, bias_parts, rate_parts),
+            *(T, N, HV, HV // H, blocks, VP // config.gradient_values, top, scale, lower_bound, *powers),
+        ),
+        gradient,
+        device,
+    )
+    d_rate = None if rate is None else torch.empty_like(rate)
+    d_bias = None if bias is None else torch.empty_like(bias)
+    sums = KP // 16 if bias is not None else int(rate is not None)
+    FINISH.launch(
+        (slots + sums) * HV,
+        (beta, cu, beta_parts, bias_parts, rate_parts, dbeta, d_rate, d_bias, T, N, HV, slots, beta_max),
+        finish,
+        device,
+    )
+    if HV != H:
         dq = dq.view(B, T, H, HV // H, K).sum(3).to(q.dtype)
         dk = dk.view(B, T, H, HV // H, K).sum(3).to(k.dtype)
-    d_rate = None if rate_parts is None or A_log is None else rate_parts.sum(0).to(A_log.dtype).view_as(A_log)
-    d_bias = None
-    if bias_parts is not None and dt_bias is not None:
-        d_bias = bias_parts.sum(0)[:, :K].to(dt_bias.dtype).reshape(dt_bias.shape)
-    return Gradients(dq, dk, dv, dgate, dbeta, d_rate, d_bias, d_initial)
-
-
-def _triton_type(dtype: torch.dtype) -> triton.language.dtype:
-    """The compiler's name of an operand type."""
-    return triton.language.float32 if dtype == torch.float32 else triton.language.bfloat16
+    return Gradients(
+        dq, dk, dv, dgate, dbeta,
+        None if d_rate is None or A_log is None else d_rate.to(A_log.dtype),
+        None if d_bias is None or dt_bias is None else d_bias.to(dt_bias.dtype),
+        d_state,
+    )  # fmt: skip

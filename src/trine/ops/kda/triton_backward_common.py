@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,assignment"
 """Pieces that the three backward kernels share: where a chunk lies, the gate, prefix sums, exact powers of two."""
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ CHUNK: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit
-def locate(cu_seqlens, slot, tokens, sequences, PACKED: tl.constexpr, SEARCH: tl.constexpr):
+def locate(cu_seqlens, slot, tokens, sequences, PACKED: tl.constexpr):
     """Find the chunk that owns ``slot``.
 
     Unpacked, sequence n owns ``cdiv(tokens, 32)`` slots. Packed, it owns the slots from ``cu[n] // 32 + n`` on: wide
@@ -24,7 +25,7 @@ def locate(cu_seqlens, slot, tokens, sequences, PACKED: tl.constexpr, SEARCH: tl
     if PACKED:
         low = slot * 0
         high = low + sequences
-        for _ in tl.static_range(SEARCH):
+        while low < high:
             middle = (low + high + 1) // 2
             begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + middle).to(tl.int64), 0), tokens)
             inside = begin // CHUNK + middle <= slot
@@ -94,6 +95,19 @@ def product(a, b, acc, DT: tl.constexpr):
 
 
 @triton.jit
+def spread(x, identity, acc, DT: tl.constexpr):
+    """``acc + x`` for a loaded 16-bit tile x, as a product with the identity.
+
+    It brings the tile into the layout of the products around it, and to fp32, exactly and for fewer instructions than a
+    conversion; and it keeps the compiler from computing what follows in two layouts. fp32 tiles are simply added.
+    """
+    if DT == tl.float32:
+        return acc + x.to(tl.float32)
+    else:
+        return tl.dot(identity.to(x.dtype), x, acc)
+
+
+@triton.jit
 def triangular_sum(ones, x, acc, DT: tl.constexpr):
     """``acc + ones @ x`` for a 0/1 matrix: a sum over tokens on the matrix unit.
 
@@ -109,11 +123,15 @@ def triangular_sum(ones, x, acc, DT: tl.constexpr):
 
 
 @triton.jit
-def headroom(largest):
-    """Exact powers of two ``(up, down)``, up * down = 1, with ``largest * up`` in [128, 256).
+def headroom(a, b, top):
+    """Exact powers of two ``(up, down)``, up * down = 1, with the largest |a|, |b| times ``up`` in [2^top, 2^(top+1)).
 
-    Both are 1-like safe at 0, subnormal and non-finite values.
+    Both stay normal numbers whatever the largest is: 0, subnormal or not finite.
     """
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    up = tl.minimum(261 - exponent, 247)
+    largest = tl.maximum(tl.abs(a), tl.abs(b)).to(
+        tl.int32, bitcast=True
+    )  # ordered like the numbers, as none is negative
+    size: tl.constexpr = a.shape[0] * a.shape[1]
+    exponent = (tl.max(tl.reshape(largest, [size]), 0) >> 23) & 255
+    up = tl.minimum(tl.maximum(254 + top - exponent, 7), 247)
     return (up << 23).to(tl.float32, bitcast=True), ((254 - up) << 23).to(tl.float32, bitcast=True)

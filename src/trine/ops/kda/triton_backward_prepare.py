@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,assignment"
 """First backward kernel: the factors of one 32-token chunk from raw inputs."""
 
 from __future__ import annotations
@@ -5,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trine.ops.kda.triton_backward_common import CHUNK, exp2, locate, product, sigmoid, triangular_sum
+from trine.ops.kda.triton_backward_common import CHUNK, exp2, locate, product, sigmoid, spread, triangular_sum
 
 
 @triton.jit
@@ -60,19 +61,21 @@ def unit_lower_inverse(m, scratch, DT: tl.constexpr):
 def load_beta(beta, at, exists, beta_max, BETA_LOGIT: tl.constexpr, FAST: tl.constexpr):
     """Write strength of 32 tokens: ``(b, 1 - sigmoid)``; 0 in missing rows.
 
-    Given strengths are kept at least 2^-40 from zero, 24 bits below anything that shows beside a strength of 1, so that the
-    gradient with respect to b may divide by it.
+    Strengths are kept at least 2^-40 from zero, 16 bits below what fp32 shows beside a strength of 1, so that a gradient
+    may divide by them.
     """
     raw = tl.load(beta + at, mask=exists, other=0.0).to(tl.float32)
+    least: tl.constexpr = 9.094947017729282e-13
     if BETA_LOGIT:
-        s = sigmoid(raw, FAST)
-        return tl.where(exists, beta_max * s, 0.0), 1.0 - s
+        slope = 1.0 - sigmoid(raw, FAST)
+        b = beta_max * sigmoid(raw, FAST)
     else:
-        raw = tl.where((raw >= 0) & (raw < 9.094947017729282e-13), 9.094947017729282e-13, raw)
-        return tl.where(exists, raw, 0.0), raw * 0.0 + 1.0
+        slope = raw * 0.0 + 1.0
+        b = raw
+    return tl.where(exists, tl.where((b >= 0) & (b < least), least, b), 0.0), slope
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences"])
+@triton.jit
 def prepare_kernel(
     q,
     k,
@@ -91,13 +94,13 @@ def prepare_kernel(
     scratch,
     tokens,
     sequences,
+    heads,
+    group,
     scale,
     decay_scale,
     anchor,
     anchor_down,
     beta_max,
-    HV: tl.constexpr,
-    GROUP: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     BK: tl.constexpr,
@@ -108,7 +111,6 @@ def prepare_kernel(
     HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PACKED: tl.constexpr,
-    SEARCH: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """W, Q+, K- ``[slot, head, 32, KP]``, A diag(beta), P ``[slot, head, 32, 32]``, total decay and row norms of a chunk.
@@ -117,18 +119,18 @@ def prepare_kernel(
     memory that W takes last.
     """
     pid = tl.program_id(0)
-    head = pid % HV
-    slot = pid // HV
-    _, first, rows = locate(cu_seqlens, slot, tokens, sequences, PACKED, SEARCH)
+    head = pid % heads
+    slot = pid // heads
+    _, first, rows = locate(cu_seqlens, slot, tokens, sequences, PACKED)
     if rows <= 0:
         return
     i = tl.arange(0, CHUNK)
     exists = i < rows
     token = first + i
     at = pid.to(tl.int64)
-    key_row = (token * (HV // GROUP) + head // GROUP) * K
-    gate_row = (token * HV + head) * K
-    b, _ = load_beta(beta, token * HV + head, exists, beta_max, BETA_LOGIT, FAST)
+    key_row = (token * (heads // group) + head // group) * K
+    gate_row = (token * heads + head) * K
+    b, _ = load_beta(beta, token * heads + head, exists, beta_max, BETA_LOGIT, FAST)
     rate = tl.exp(tl.load(A_log + head)) if HAS_A else 1.0
 
     if QK_NORM:
@@ -155,26 +157,30 @@ def prepare_kernel(
     tile = at * (CHUNK * KP) + i[:, None] * KP
     p = tl.zeros([CHUNK, CHUNK], tl.float32)
     m = tl.zeros([CHUNK, CHUNK], tl.float32)
+    diagonal = i[:, None] == i[None, :]
+    zero = tl.zeros([CHUNK, BK], tl.float32)
     readers = ()
     for block in tl.static_range(KP // BK):
         d = block * BK + tl.arange(0, BK)
         there = exists[:, None] & (d < K)[None, :]
-        x = tl.load(gate + gate_row[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+        x = zero
         if HAS_BIAS:
             x += tl.load(dt_bias + head * K + d, mask=d < K, other=0.0)[None, :]
-        g = tl.where(there, decay_scale * sigmoid(rate * x, FAST), 0.0)
+        x = spread(tl.load(gate + gate_row[:, None] + d[None, :], mask=there, other=0.0), diagonal, x, DT)
+        g = tl.where(exists[:, None], decay_scale * sigmoid(rate * x, FAST), 0.0)
         total = tl.sum(g, 0)
         tl.store(decay_out + at * KP + d, exp2(total, FAST))
-        summed = triangular_sum(lower, g, tl.zeros([CHUNK, BK], tl.float32) + anchor, DT)
-        up = exp2(summed, FAST)
-        down = exp2(-summed, FAST)
-        k_raw = tl.load(k + key_row[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32) * rk[:, None]
-        q_read = tl.load(q + key_row[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32) * rq[:, None] * up
-        k_write = k_raw * down
+        summed = triangular_sum(lower, g, zero + anchor, DT)
+        rise = exp2(summed, FAST)
+        q_read = tl.load(q + key_row[:, None] + d[None, :], mask=there, other=0.0)
+        q_read = spread(q_read, diagonal, zero, DT) * rq[:, None] * rise
         tl.store(q_out + tile + d[None, :], (q_read * anchor_down).to(DT))
+        k_tile = tl.load(k + key_row[:, None] + d[None, :], mask=there, other=0.0)
+        k_tile = spread(k_tile, diagonal, zero, DT) * rk[:, None]
+        k_write = k_tile * exp2(-summed, FAST)
         tl.store(k_out + tile + d[None, :], (k_write * exp2(total + anchor, FAST)[None, :]).to(DT))
         writer = tl.trans(k_write.to(DT))
-        reader = (k_raw * up).to(DT)
+        reader = (k_tile * rise).to(DT)
         p = product(q_read.to(DT), writer, p, DT)
         m = product(reader, writer, m, DT)
         readers = readers + (reader,)  # noqa: RUF005  (the compiler knows no unpacking)

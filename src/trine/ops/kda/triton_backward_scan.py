@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,assignment"
 """Second backward kernel: the two state scans of a sequence, forward and reverse, as two halves of one grid."""
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import triton.language as tl
 from trine.ops.kda.triton_backward_common import CHUNK, product, span
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences"])
+@triton.jit
 def scan_kernel(
     v,
     d_out,
@@ -24,11 +25,11 @@ def scan_kernel(
     states,
     d_states,
     values,
-    d_values,
+    dv,
     d_initial,
     tokens,
     sequences,
-    HV: tl.constexpr,
+    heads,
     K: tl.constexpr,
     V: tl.constexpr,
     KP: tl.constexpr,
@@ -41,7 +42,8 @@ def scan_kernel(
 ):
     """State entering each chunk and gradient of the state leaving it, both transposed ``[slot, head, VP, KP]``.
 
-    Also the corrected values and their gradients, transposed ``[slot, head, VP, 32]``. The state stays transposed so that
+    Also the corrected values, transposed ``[slot, head, VP, 32]``, and dv, which is A diag(beta) transposed applied to their
+    gradient. The state stays transposed so that
     it, and the corrected values, are register operands of every product on the dependent chain. The halves need nothing
     of each other: dS does not depend on S (chunk adjoint of arXiv 2510.26692 Eq. 9).
     Programs: (sequence, head, value block, direction), direction slowest.
@@ -52,8 +54,8 @@ def scan_kernel(
     reverse = pid >= half
     pid = tl.where(reverse, pid - half, pid)
     block = pid % blocks
-    head = (pid // blocks) % HV
-    n = pid // (blocks * HV)
+    head = (pid // blocks) % heads
+    n = pid // (blocks * heads)
     first_slot, chunks, begin, end = span(cu_seqlens, n, tokens, PACKED)
     i = tl.arange(0, CHUNK)
     key = tl.arange(0, KP)
@@ -63,17 +65,17 @@ def scan_kernel(
     square_at = i[:, None] * CHUNK + i[None, :]
     state_at = e[:, None] * KP + key[None, :]
     value_at = e[:, None] * CHUNK + i[None, :]
-    outer_at = (n.to(tl.int64) * HV + head) * (K * V) + key[None, :] * V + e[:, None]
+    outer_at = (n.to(tl.int64) * heads + head) * (K * V) + key[None, :] * V + e[:, None]
     outer_there = (key < K)[None, :] & (e < V)[:, None]
     if not reverse:
         state = tl.zeros([BV, KP], tl.float32)
         if HAS_INITIAL:
             state = tl.load(initial + outer_at, mask=outer_there, other=0.0).to(tl.float32)
         for step in tl.range(0, chunks):
-            at = (first_slot + step).to(tl.int64) * HV + head
+            at = (first_slot + step).to(tl.int64) * heads + head
             row = begin + step * CHUNK + i
             v_tile = tl.load(
-                v + (row * HV + head)[:, None] * V + e[None, :],
+                v + (row * heads + head)[:, None] * V + e[None, :],
                 mask=(row < end)[:, None] & (e < V)[None, :],
                 other=0.0,
             ).to(DT)
@@ -94,10 +96,10 @@ def scan_kernel(
             grad = tl.load(d_final + outer_at, mask=outer_there, other=0.0).to(tl.float32)
         for step in tl.range(0, chunks):
             back = chunks - 1 - step
-            at = (first_slot + back).to(tl.int64) * HV + head
+            at = (first_slot + back).to(tl.int64) * heads + head
             row = begin + back * CHUNK + i
             o_tile = tl.load(
-                d_out + (row * HV + head)[:, None] * V + e[None, :],
+                d_out + (row * heads + head)[:, None] * V + e[None, :],
                 mask=(row < end)[:, None] & (e < V)[None, :],
                 other=0.0,
             ).to(DT)
@@ -111,9 +113,12 @@ def scan_kernel(
             o_turned = tl.trans(o_tile)
             new = product(o_turned, p, tl.zeros([BV, CHUNK], tl.float32), DT)
             new = product(operand, tl.trans(k), new, DT)
-            new_operand = new.to(DT)
-            tl.store(d_values + at * (VP * CHUNK) + value_at, new_operand)
+            minus = (-new).to(DT)
             grad = product(o_turned, q, grad * decay[None, :], DT)
-            grad = product(-new_operand, w, grad, DT)
+            grad = product(minus, w, grad, DT)
+            a = tl.load(a_in + at * (CHUNK * CHUNK) + square_at)
+            u = -product(minus, a, tl.zeros([BV, CHUNK], tl.float32), DT)
+            there = (row < end)[None, :] & (e < V)[:, None]
+            tl.store(dv + (row * heads + head)[None, :] * V + e[:, None], u, mask=there)
         if HAS_INITIAL:
             tl.store(d_initial + outer_at, grad, mask=outer_there)
