@@ -198,7 +198,7 @@ TRAIN_PRESETS: dict[str, TrainConfig] = {
     # Half a minute of training on two cores: enough to see the loss fall and every part at work.
     "smoke": TrainConfig(
         preset="smoke",
-        tokens=491_520,
+        tokens=409_600,
         stages=(Stage(length=128, step_tokens=4_096, micro_tokens=4_096),),
         optimizer=OptimizerConfig(warmup=0.04),
         data=DataConfig(vocabulary=512),

@@ -23,16 +23,16 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
 _EPS = 1e-7
 
-# Elements of the blocks orthogonalised together. On a CPU the batch should stay in the second-level cache (2 MB a
-# tensor here); on a card larger batches fill it better.
-_CHUNK_CPU = 1 << 19
+# Elements of the blocks orthogonalised together. On a CPU the four tensors of a batch should stay in the second-level
+# cache (512 KB each here: a third faster than 2 MB each); a card is filled better by larger batches.
+_CHUNK_CPU = 1 << 17
 _CHUNK_GPU = 1 << 26
 
 
 def orthogonalize(blocks_NRC: Tensor, steps: int = _STEPS) -> Tensor:
     """Nearest semi-orthogonal matrix of each block, roughly: all singular values come near 1.
 
-    X <- aX + (bA + cA²)X with A = XXᵀ, from X scaled to Frobenius norm 1 (Newton-Schulz, as in Muon).
+    X <- (aI + bA + cA²) X with A = XXᵀ, from X scaled to Frobenius norm 1 (Newton-Schulz, as in Muon).
 
     Args:
         blocks_NRC: ``[N, R, C]`` with R <= C for speed; any R, C work. Computed in its own dtype.
@@ -46,7 +46,8 @@ def orthogonalize(blocks_NRC: Tensor, steps: int = _STEPS) -> Tensor:
     for _ in range(steps):
         gram_NRR = x_NRC @ x_NRC.mT
         poly_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=_B, alpha=_C)
-        x_NRC = torch.baddbmm(x_NRC, poly_NRR, x_NRC, beta=_A)
+        poly_NRR.diagonal(dim1=-2, dim2=-1).add_(_A)
+        x_NRC = poly_NRR @ x_NRC
     return x_NRC
 
 
