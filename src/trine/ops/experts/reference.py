@@ -27,7 +27,11 @@ def reference(
             continue
         token_N, rank_N = chosen_TK.nonzero(as_tuple=True)
         x_NL = x_TL[token_N]
-        hidden_NF = situ_glu(x_NL @ gate_EFL[e].t(), x_NL @ up_EFL[e].t(), beta, linear_beta)
+        gate_NF, up_NF = x_NL @ gate_EFL[e].t(), x_NL @ up_EFL[e].t()
+        hidden_NF = situ_glu(gate_NF, up_NF, beta, linear_beta, backend="reference")
         out_NL = hidden_NF @ down_ELF[e].t()
         y_TL = y_TL.index_add(0, token_N, weights_TK[token_N, rank_N, None].to(wide) * out_NL.to(wide))
+    # empty sums: every input has a gradient, if of zeros, whatever was chosen
+    for tensor in (x_TL, weights_TK, gate_EFL, up_EFL, down_ELF):
+        y_TL = y_TL + tensor[:0].sum().to(wide)
     return y_TL.to(x_TL.dtype)

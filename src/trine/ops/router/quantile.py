@@ -224,49 +224,49 @@ def check_mask(mask_T: Tensor, tokens: int) -> None:
 
 
 @torch.no_grad()
-def balanced_assignment(
-    scores_TE: Tensor, k: int, iterations: int = 100, bias_E: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def balanced_assignment(scores_TE: Tensor, k: int, iterations: int = 100) -> tuple[Tensor, Tensor]:
     """Oracle: the alternating solver of the assignment problem (K3 report, appendix C, algorithm 1), in fp64.
 
-    Maximise the chosen scores with k experts a token and m k / E tokens an expert. Its dual is minimised over the
-    tokens' multipliers (the cutoffs) and the experts' (minus the bias) in turn. One iteration is what one training
-    step does with a fresh batch.
-
-    The dual is not smooth: the descent may stall a little above its minimum, or swing between two ends of a flat
-    stretch. So the iterate whose loads are most even is the one returned, not the last.
+    Maximise the sum of chosen scores with k experts a token and m k / E tokens an expert. The dual is minimised over
+    the tokens' multipliers (the cutoffs) and the experts' (minus the bias) in turn. Each minimum is an interval, between
+    two neighbouring order statistics; its middle is taken, as the ends that a training step takes stall above the
+    optimum (README.md). Loads that are all equal prove the optimum; otherwise the most even iterate is returned.
 
     Args:
         scores_TE: ``[T, E]`` finite scores of any range, T >= 1.
         k: experts per token, 1 to E.
-        iterations: updates of the bias.
-        bias_E: start; default 0.
+        iterations: at most so many updates of the bias.
 
     Returns:
-        ids ``[T, k]`` int64 and bias ``[E]`` fp64 with mean 0.
+        ids ``[T, k]`` int64 and bias ``[E]`` fp64 with mean 0; ids are the top-k of score + bias.
 
     Raises:
         ValueError: bad shapes or ``k``, no token, or a non-finite score.
     """
-    start_E = torch.zeros(scores_TE.shape[-1], dtype=torch.float64, device=scores_TE.device)
-    bias_E = start_E if bias_E is None else bias_E.double()
+    bias_E = torch.zeros(scores_TE.shape[-1], dtype=torch.float64, device=scores_TE.device)
     _check_solve(scores_TE, bias_E, k, "exact", 1, None)
     if scores_TE.shape[0] == 0 or not bool(scores_TE.isfinite().all()):
         raise ValueError("scores_TE: found no token or a non-finite score, need at least one token and finite scores")
     scores_TE = scores_TE.double()
-    experts = scores_TE.shape[1]
-    best_ids_TK = top_ids(scores_TE + bias_E, k)
+    tokens, experts = scores_TE.shape
+    whole, rest = divmod(tokens * k, experts)
+    best_TK = top_ids(scores_TE, k)
     if k == experts:
-        return best_ids_TK, start_E
-    best_bias_E, best = bias_E, _spread(best_ids_TK, experts)
+        return best_TK, bias_E
+    best_E, best = bias_E, _spread(best_TK, experts)
     for _ in range(iterations):
-        bias_E = centred(exact_quantile(cutoffs(scores_TE, bias_E, k)[:, None] - scores_TE, k))
+        if best == rest * (experts - rest) / experts:  # no integer loads are more even
+            break
+        ends_TN = torch.topk(scores_TE + bias_E, k + 1, dim=1).values[:, k - 1 :]
+        required_TE = (ends_TN.mean(1, keepdim=True) - scores_TE).sort(dim=0).values
+        bias_E = centred(required_TE[whole] if rest else required_TE[whole - 1 : whole + 1].mean(0))
         ids_TK = top_ids(scores_TE + bias_E, k)
         if (spread := _spread(ids_TK, experts)) < best:
-            best_ids_TK, best_bias_E, best = ids_TK, bias_E, spread
-    return best_ids_TK, centred(best_bias_E)
+            best_TK, best_E, best = ids_TK, bias_E, spread
+    return best_TK, best_E
 
 
-def _spread(ids_TK: Tensor, experts: int) -> int:
-    """Sum of squared loads: smallest when they are even."""
-    return int(torch.bincount(ids_TK.reshape(-1), minlength=experts).square().sum())
+def _spread(ids_TK: Tensor, experts: int) -> float:
+    """Sum over experts of (load - mean load)^2."""
+    loads_E = torch.bincount(ids_TK.reshape(-1), minlength=experts)
+    return float(loads_E.square().sum()) - ids_TK.numel() ** 2 / experts
