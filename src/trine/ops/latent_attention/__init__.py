@@ -138,7 +138,7 @@ def latent_attention(
     if cu_seqlens is None:
         cu_seqlens = torch.arange(batch + 1) * tokens
     if q_THC.shape[0] == 0:
-        return q.new_zeros(batch, tokens, heads, value)
+        return q.sum(-1, keepdim=True).expand(batch, tokens, heads, value)
     if path == "reference":
         past_rows = None if past is None else past.rows_PM
         past_bounds = None if past is None else past.cu_seqlens_N1.tolist()

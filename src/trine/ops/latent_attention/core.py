@@ -61,8 +61,8 @@ class _Mask:
         if self.front is not None and block[0] == 0:
             scores[..., :TILE].masked_fill_(self.front[items], -torch.inf)
 
-    def probabilities_(self, p: Tensor, items: slice, tile: tuple[int, int], block: tuple[int, int]) -> None:
-        """Put 0 where a probability is not there."""
+    def zero_(self, p: Tensor, items: slice, tile: tuple[int, int], block: tuple[int, int]) -> None:
+        """Put 0 where a probability, or the gradient of a score, is not there."""
         rows, columns = tile[1] - tile[0], block[1] - block[0]
         if block[1] > self.group.front + tile[0]:
             p.view(-1, rows, columns).tril_(columns - rows)
@@ -127,6 +127,11 @@ class _Attention(torch.autograd.Function):
         dq_FHC, dk_FGC = torch.empty_like(q_FHC), torch.zeros_like(k_FGC)
         dv_FGV = None if v_FGV is None else torch.zeros_like(v_FGV)
         own_FH1 = (do_FHV * o_FHV).sum(-1, keepdim=True)  # sum_j P_tj dP_tj
+        dead_FH1 = None
+        if not bool(torch.isfinite(own_FH1.sum())):
+            # Scores of such a query overflowed. Where its output has no gradient it gives none: no 0 * inf to others.
+            dead_FH1 = (do_FHV == 0).all(-1, keepdim=True) & ~torch.isfinite(own_FH1)
+            q_FHC, own_FH1 = q_FHC.masked_fill(dead_FH1, 0.0), own_FH1.masked_fill(dead_FH1, 0.0)
         scratch = (_Scratch(q_FHC), _Scratch(q_FHC))
         lse_iter = iter(lse_list)
         for group in ctx.plan.groups:
@@ -141,7 +146,10 @@ class _Attention(torch.autograd.Function):
                 q_nRC = _batch_first(q_gLHC[:, part] * scale, key_heads)
                 do_nRV, own_nR1 = _batch_first(do_gLHV[:, part], key_heads), _batch_first(own_gLH1[:, part], key_heads)
                 dq_nRC = torch.empty_like(q_nRC)
-                saved = (q_nRC, do_nRV, own_nR1, next(lse_iter))
+                lse_nR1 = next(lse_iter)
+                if dead_FH1 is not None:
+                    lse_nR1 = lse_nR1.masked_fill(_batch_first(_queries(dead_FH1, group)[:, part], key_heads), 0.0)
+                saved = (q_nRC, do_nRV, own_nR1, lse_nR1)
                 for items in _item_slices(q_nRC.shape[0], q_nRC.shape[1], group.front + tile[1]):
                     _backward_tile(*saved, k_nLC, v_nLV, dq_nRC, dk_nLC, dv_nLV, items, tile, mask, scratch)
                 dq_tile = dq_gLHC[:, part].unflatten(2, (key_heads, -1))
@@ -228,8 +236,9 @@ def _backward_tile(
         k, v = k_nLC[items, columns], v_nLV[items, columns]
         width = block[1] - block[0]
         p = torch.bmm(q, k.mT, out=scratch[0].take(q, width)).sub_(lse).exp_()
-        mask.probabilities_(p, items, tile, block)
+        mask.zero_(p, items, tile, block)
         ds = torch.bmm(do, v.mT, out=scratch[1].take(q, width)).sub_(own).mul_(p)
+        mask.zero_(ds, items, tile, block)
         if block[0] == 0:
             torch.bmm(ds, k, out=dq)
         else:

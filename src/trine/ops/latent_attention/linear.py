@@ -69,6 +69,10 @@ class _HeadLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_THO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight_HOK = ctx.saved_tensors
         heads, out_channels, channels = weight_HOK.shape
+        if not bool(torch.isfinite(x.sum())):
+            # A row without gradient gives none to the weights, whatever it holds.
+            dead_TH1 = (dy_THO == 0).all(-1, keepdim=True)
+            x = x.masked_fill((dead_TH1.all(1) if x.ndim == 2 else dead_TH1) & ~torch.isfinite(x), 0.0)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
         dweight = None
         if x.ndim == 2:

@@ -118,7 +118,9 @@ class Latents:
         if self._rows is not None:
             return self._rows
         assert self._store is not None
-        return self._store.rows_NLM.flatten(0, 1).index_select(0, self._places(0, self._lengths))
+        return self._store.rows_NLM.flatten(0, 1).index_select(
+            0, self._places(self._lengths, self._store, at_ends=False)
+        )
 
     def requires_grad(self) -> bool:
         """Whether a gradient would flow to these rows."""
@@ -166,7 +168,7 @@ class Latents:
             held = 0 if store is None else store.capacity
             # Half as much again when a buffer is full: the copies of a growing sequence cost O(1) a row on average.
             store = self._copy_store(needed if needed <= held else max(needed + needed // 8, held + held // 2))
-        store.rows_NLM.flatten(0, 1).index_copy_(0, self._places(store.capacity, added, store), rows_TM.detach())
+        store.rows_NLM.flatten(0, 1).index_copy_(0, self._places(added, store, at_ends=True), rows_TM.detach())
         store.used = [max(u, n) for u, n in zip(store.used, lengths, strict=True)]
         return Latents._of_store(store, lengths)
 
@@ -226,18 +228,16 @@ class Latents:
             store.rows_NLM[:, :longest] = self._store.rows_NLM[:, :longest]
         elif longest:
             assert self._rows is not None
-            places = self._places(0, self._lengths, store)
+            places = self._places(self._lengths, store, at_ends=False)
             store.rows_NLM.flatten(0, 1).index_copy_(0, places, self._rows.detach())
         store.used = list(self._lengths)
         return store
 
-    def _places(self, start: int, counts: list[int], store: _Store | None = None) -> Tensor:
-        """Flat positions in a buffer of ``counts[n]`` rows a sequence, from row 0 (start 0) or from our ends."""
-        store = store or self._store
-        assert store is not None
+    def _places(self, counts: list[int], store: _Store, *, at_ends: bool) -> Tensor:
+        """Flat places in a buffer of ``counts[n]`` rows for each sequence, from its row 0 or from its present end."""
         counts_N = torch.tensor(counts, dtype=torch.int64)
         first_N = torch.arange(len(counts)) * store.capacity
-        if start:
+        if at_ends:
             first_N = first_N + self.lengths_N
         before_N = counts_N.cumsum(0) - counts_N
         places = torch.repeat_interleave(first_N - before_N, counts_N) + torch.arange(int(counts_N.sum()))
