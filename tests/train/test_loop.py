@@ -211,6 +211,20 @@ def test_bf16_trains(config: TrainConfig) -> None:
     assert {v.dtype for k, v in stored.items() if k.endswith(("A_log", "dt_bias", "conv.weight"))} == {torch.float32}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_card_trains_saves_and_resumes(config: TrainConfig, precision: str) -> None:
+    quick = dataclasses.replace(config, device="cuda", precision=precision, eval=EvalConfig(run=False), tokens=40 * 256)
+    with pytest.raises(Interrupted):
+        train(quick, callbacks=[StopAfter(20)])
+    summary = train(again(quick))
+    metrics = [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == list(range(1, 41)) and all(m["updated"] for m in metrics)
+    assert metrics[-1]["loss"] < 0.8 * metrics[0]["loss"]
+    evaluated = train(again(config, device="cuda", precision=precision, tokens=40 * 256))
+    assert evaluated.evaluation is not None and evaluated.sample
+
+
 def test_the_commit_is_known_in_a_checkout_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert loop._git_commit() is None or len(loop._git_commit() or "") == 40
     monkeypatch.setattr(loop, "__file__", str(tmp_path / "a" / "b" / "c" / "loop.py"))

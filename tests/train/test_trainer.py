@@ -476,3 +476,26 @@ def test_a_worker_thread_may_train(make: Any) -> None:
     thread.start()
     thread.join()
     assert not errors and trainer.step == 3
+
+
+def test_router_statistics_of_another_shape_are_refused(make: Any, tiny: SimpleNamespace) -> None:
+    make(4, saved=True).run(1)
+    other = tiny.model()
+    other.router_stats = type(other.router_stats).allocate(1, 4, bins=60)
+    other.moe.stats = other.router_stats.layer(0)
+    with pytest.raises(CheckpointError, match=r"step-000001: histograms_LEB: found shape \(1, 4, 50\)"):
+        make(4, saved=True, model=other).resume()
+
+
+def test_a_model_without_experts_trains(make: Any, tiny: SimpleNamespace) -> None:
+    model = tiny.model()
+    del model.router_stats
+    model.moe.forward = torch.zeros_like
+    trainer = make(4, saved=True, model=model)
+    record = trainer.run()
+    assert (record.max_vio, record.dead_experts, record.load_percentiles) == ([], 0, None)
+    model = tiny.model(seed=3)
+    del model.router_stats
+    model.moe.forward = torch.zeros_like
+    again = make(4, saved=True, model=model)
+    assert again.resume().name == "step-000004"

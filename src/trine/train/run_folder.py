@@ -85,10 +85,6 @@ class RunFolder:
         except ValueError as error:
             raise RunError(str(error)) from error
 
-    def read_json(self, name: str) -> dict[str, Any]:
-        """Read what `write_json` wrote; see `read_json`."""
-        return read_json(self.path / name)
-
     def event(self, kind: str, **details: Any) -> None:
         """Append one line to ``events.jsonl``: time, kind, details."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
