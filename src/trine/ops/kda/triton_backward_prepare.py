@@ -61,11 +61,11 @@ def unit_lower_inverse(m, scratch, DT: tl.constexpr):
 def load_beta(beta, at, exists, beta_max, BETA_LOGIT: tl.constexpr, FAST: tl.constexpr):
     """Write strength of 32 tokens: ``(b, 1 - sigmoid)``; 0 in missing rows.
 
-    Strengths are kept at least 2^-40 from zero, 16 bits below what fp32 shows beside a strength of 1, so that a gradient
-    may divide by them.
+    Strengths are kept at least 2^-24 from zero, the last bit that fp32 shows beside a strength of 1, so that a gradient may
+    divide by them.
     """
     raw = tl.load(beta + at, mask=exists, other=0.0).to(tl.float32)
-    least: tl.constexpr = 9.094947017729282e-13
+    least: tl.constexpr = 5.960464477539063e-08
     if BETA_LOGIT:
         slope = 1.0 - sigmoid(raw, FAST)
         b = beta_max * sigmoid(raw, FAST)
