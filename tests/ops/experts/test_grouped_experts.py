@@ -52,7 +52,7 @@ def skewed(tokens: int, experts: int, k: int) -> Tensor:
 def with_nowhere(tokens: int, experts: int, k: int) -> Tensor:
     ids_TK = distinct(tokens, experts, k)
     ids_TK[::3] = -1
-    ids_TK[1, 0] = -1
+    ids_TK[1:2, 0] = -1
     return ids_TK
 
 
@@ -173,6 +173,17 @@ def test_only_wanted_gradients_and_inference() -> None:
     with torch.no_grad():
         y = grouped_experts(values[0], ids_TK, *values[1:])
     assert torch.equal(y, everything[0]) and y.grad_fn is None
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9])  # 8 x 2 pairs are the most that are not sorted
+def test_a_decoding_step_equals_the_loop(tokens: int) -> None:
+    for make in (distinct, with_nowhere, one_gets_all):
+        ids_TK = make(tokens, 8, 2)
+        values = [v.detach() for v in inputs(ids_TK, 8, 6, 5)]
+        y = grouped_experts(values[0], ids_TK, *values[1:])
+        expected = grouped_experts(values[0], ids_TK, *values[1:], backend="reference")
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        assert y.grad_fn is None
 
 
 def test_saved_for_backward_holds_no_expert_output() -> None:

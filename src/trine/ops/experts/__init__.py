@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trine.ops._backend import pick
-from trine.ops.experts.torch_grouped import GroupedExperts
+from trine.ops.experts.torch_grouped import GroupedExperts, infer
 
 __all__ = ["grouped_experts"]
 
@@ -53,6 +53,9 @@ def grouped_experts(
         from trine.ops.experts.reference import reference
 
         return reference(x_TL, ids_TK, weights_TK, gate_EFL, up_EFL, down_ELF, beta, linear_beta)
+    tensors = (x_TL, weights_TK, gate_EFL, up_EFL, down_ELF)
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return infer(x_TL, ids_TK, weights_TK, gate_EFL, up_EFL, down_ELF, beta, linear_beta)
     return GroupedExperts.apply(x_TL, ids_TK, weights_TK, gate_EFL, up_EFL, down_ELF, beta, linear_beta)
 
 

@@ -20,6 +20,8 @@ _CALL = 100_000
 _COPY = 10
 _READ = 4
 _ACTIVATION = 64
+_FEW_PAIRS = 16  # in inference, so many pairs get a copy of their expert's matrices each, if these are small
+_SMALL_MATRIX = 1 << 14
 _CHUNK = 1 << 14  # elements of the activation handled together, a thread: a few such buffers fit the cache
 
 
@@ -57,7 +59,7 @@ class Layout(NamedTuple):
     complete: bool
 
 
-def divide(loads: Sequence[int], inner: int, outer: int) -> list[tuple[list[int], int]]:
+def divide(loads: Sequence[int], inner: int, latent: int) -> list[tuple[list[int], int]]:
     """Group experts into batched products: (ids, rows of each) with the least estimated work.
 
     Loads that are nearly even (Quantile Balancing's usual ones): one product over all experts, matrices in place.
@@ -66,31 +68,31 @@ def divide(loads: Sequence[int], inner: int, outer: int) -> list[tuple[list[int]
 
     Args:
         loads: tokens of each expert.
-        inner: features of a product's input.
-        outer: features of its output.
+        inner: width F of an expert.
+        latent: width L of a token.
     """
-    row = outer * (inner + _ACTIVATION)
+    row = inner * (latent + _ACTIVATION)
     most, used = max(loads), len(loads) - loads.count(0)
-    spare = (most * len(loads) - sum(loads)) * row + (len(loads) - used) * _READ * inner * outer
+    spare = (most * len(loads) - sum(loads)) * row + (len(loads) - used) * _READ * inner * latent
     if used > 1 and spare <= used * _CALL:
         return [(list(range(len(loads))), most)]
     groups: list[tuple[list[int], int]] = []
     for expert in sorted((e for e, load in enumerate(loads) if load), key=lambda e: -loads[e]):
-        if groups and (groups[-1][1] - loads[expert]) * row + _COPY * inner * outer <= _CALL:
+        if groups and (groups[-1][1] - loads[expert]) * row + _COPY * inner * latent <= _CALL:
             groups[-1][0].append(expert)
         else:
             groups.append(([expert], loads[expert]))
     return groups
 
 
-def lay_out(ids_TK: Tensor, experts: int, inner: int, outer: int) -> Layout:
+def lay_out(ids_TK: Tensor, experts: int, inner: int, latent: int) -> Layout:
     """Sort pairs by expert, tokens in order within one, and give every pair a slot.
 
     Args:
         ids_TK: ``[T, K]`` int64 in [-1, experts).
         experts: number of experts E.
-        inner: features of a product's input.
-        outer: features of its output.
+        inner: width F of an expert.
+        latent: width L of a token.
     """
     ids_N = ids_TK.reshape(-1)
     pairs, device = ids_N.shape[0], ids_N.device
@@ -99,7 +101,7 @@ def lay_out(ids_TK: Tensor, experts: int, inner: int, outer: int) -> Layout:
     sorted_N, order_N = torch.sort(ids_N, stable=True)
     sorted_N, order_N = sorted_N[nowhere:], order_N[nowhere:]
     blocks, base, slots = [], [0] * experts, 0
-    for ids, rows in divide(loads, inner, outer):
+    for ids, rows in divide(loads, inner, latent):
         index: Tensor | int | None = ids[0] if len(ids) == 1 else torch.tensor(ids, device=device)
         blocks.append(Block(None if len(ids) == experts > 1 and ids[0] == 0 else index, len(ids), rows, slots))
         for place, expert in enumerate(ids):
@@ -227,6 +229,47 @@ def weighted_situ_backward(
     return dgate_SF, dup_SF, dweight_S, value_SF
 
 
+def _forward(
+    x_TL: Tensor,
+    weights_TK: Tensor,
+    gate_EFL: Tensor,
+    up_EFL: Tensor,
+    down_ELF: Tensor,
+    layout: Layout,
+    k: int,
+    beta: float,
+    linear_beta: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[T, L]`` and the two pre-activations ``[S, F]``."""
+    x_SL = _to_slots(x_TL, layout, k)
+    gate_SF = _product(x_SL, gate_EFL, layout, transpose=True)
+    up_SF = _product(x_SL, up_EFL, layout, transpose=True)
+    hidden_SF = weighted_situ(gate_SF, up_SF, _weights_to_slots(weights_TK, layout), beta, linear_beta)
+    out_SL = _product(hidden_SF, down_ELF, layout, transpose=True)
+    return _from_slots(out_SL, layout, x_TL.shape[0], k), gate_SF, up_SF
+
+
+def infer(
+    x_TL: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_EFL: Tensor,
+    up_EFL: Tensor,
+    down_ELF: Tensor,
+    beta: float,
+    linear_beta: float,
+) -> Tensor:
+    """`grouped_experts` where nothing needs a gradient. A decoding step's few pairs are not worth sorting."""
+    experts, inner, latent = gate_EFL.shape
+    pairs = ids_TK.numel()
+    if 0 < pairs <= _FEW_PAIRS and inner * latent <= _SMALL_MATRIX and int(ids_TK.min()) >= 0:
+        slots_S = torch.arange(pairs, device=ids_TK.device)
+        layout = Layout(slots_S, slots_S, [Block(ids_TK.reshape(-1), pairs, 1, 0)], padded=False, complete=True)
+    else:
+        layout = lay_out(ids_TK, experts, inner, latent)
+    return _forward(x_TL, weights_TK, gate_EFL, up_EFL, down_ELF, layout, ids_TK.shape[1], beta, linear_beta)[0]
+
+
 class GroupedExperts(torch.autograd.Function):
     """sum over k of w * down_e situ_glu(gate_e x, up_e x), with the weight folded in before ``down``.
 
@@ -247,18 +290,13 @@ class GroupedExperts(torch.autograd.Function):
         linear_beta: float,
     ) -> Tensor:
         """See `grouped_experts`."""
-        tokens, k = ids_TK.shape
-        experts, inner, width = gate_EFL.shape
-        layout = lay_out(ids_TK, experts, inner, width)
-        x_SL = _to_slots(x_TL, layout, k)
-        gate_SF = _product(x_SL, gate_EFL, layout, transpose=True)
-        up_SF = _product(x_SL, up_EFL, layout, transpose=True)
-        weight_S = _weights_to_slots(weights_TK, layout)
-        hidden_SF = weighted_situ(gate_SF, up_SF, weight_S, beta, linear_beta)
-        out_SL = _product(hidden_SF, down_ELF, layout, transpose=True)
+        layout = lay_out(ids_TK, *gate_EFL.shape)
+        out_TL, gate_SF, up_SF = _forward(
+            x_TL, weights_TK, gate_EFL, up_EFL, down_ELF, layout, ids_TK.shape[1], beta, linear_beta
+        )
         ctx.save_for_backward(x_TL, weights_TK, gate_EFL, up_EFL, down_ELF, gate_SF, up_SF, *layout[:2])
-        ctx.rest = (layout[2:], k, beta, linear_beta)
-        return _from_slots(out_SL, layout, tokens, k)
+        ctx.rest = (layout[2:], ids_TK.shape[1], beta, linear_beta)
+        return out_TL
 
     @staticmethod
     @once_differentiable
