@@ -74,6 +74,10 @@ class Layout:
         assert self.tile_of_row is not None and self.row_in_tile is not None
         return x.permute(0, 2, 1, 3)[self.tile_of_row, self.row_in_tile]
 
+    def by_step(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``[*grid, ...]`` -> one view ``[active, ...]`` for every step."""
+        return x.unbind() if self.regular else x.split(self.active)
+
     def fill_pads_(self, x: Tensor, value: float = 0.0) -> Tensor:
         """Set the padding rows of a tile buffer ``[*grid, H, 16, X]``."""
         if self.pads is not None:

@@ -17,18 +17,37 @@ from trine.ops.kda.layout import Layout
 RING_BYTES = 1 << 20  # gradients of states kept at once in the reverse scan: small enough to stay in a cache
 
 
-def unit_lower_inverse(M: Tensor) -> Tensor:
-    """(I + M)^-1 for strictly lower triangular M ``[tiles, 16, 16]``, by forward substitution.
+def unit_lower_inverse(M: Tensor, out: Tensor) -> Tensor:
+    """(I + M)^-1 by forward substitution, M being the strictly lower part of ``[tiles, 16, 16]``; the rest is not read.
 
     The tiles are the last axis while it works, so each of the 15 elimination steps is one operation over all tiles.
     """
     tiles, size, _ = M.shape
-    m = M.permute(1, 2, 0).contiguous()
+    m = M.reshape(tiles, size * size).t().contiguous().view(size, size, tiles)
     x = m.new_zeros(size, size, tiles)
     x.diagonal(dim1=0, dim2=1).fill_(1.0)
     for j in range(size - 1):
         x[j + 1 :, : j + 1].addcmul_(m[j + 1 :, j : j + 1], x[j : j + 1, : j + 1], value=-1.0)
-    return x.permute(2, 0, 1).contiguous()
+    return out.copy_(x.view(size * size, tiles).t().contiguous().view(tiles, size, size))
+
+
+def running_sum_(x: Tensor, reverse: bool = False) -> Tensor:
+    """Sums over the rows of every tile ``[tiles, 16, K]`` up to and with a row (``reverse``: from a row on), in place.
+
+    Four groups of four rows, then the groups: six quarter passes in a fixed order. A later row enters no earlier sum.
+    """
+    rows = x.view(x.shape[0], 4, 4, x.shape[-1])
+    if reverse:
+        for i in (2, 1, 0):
+            rows[:, :, i] += rows[:, :, i + 1]
+        for i in (2, 1, 0):
+            rows[:, i] += rows[:, i + 1, :1]
+    else:
+        for i in (1, 2, 3):
+            rows[:, :, i] += rows[:, :, i - 1]
+        for i in (1, 2, 3):
+            rows[:, i] += rows[:, i - 1, 3:]
+    return x
 
 
 def scan(
@@ -37,12 +56,12 @@ def scan(
     reads: Tensor,
     decay: Tensor,
     writes: Tensor,
-    e: Tensor,
+    v: Tensor,
     state: Tensor,
     unshift: float,
     keep: bool,
-) -> tuple[Tensor | None, Tensor]:
-    """Run the state through the tiles: ``e -= reads @ S / c`` and ``S <- D S + R^T e[16:]``.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Run the state through the tiles: ``e = v - k~ S / c`` and ``S <- D S + R^T e``.
 
     Args:
         layout: the tiles.
@@ -50,15 +69,18 @@ def scan(
         reads: [q~; k~] ``[tiles * H, 32, K]``.
         decay: D ``[tiles * H, K, 1]``.
         writes: R^T ``[tiles * H, K, 16]``.
-        e: [0; v] ``[tiles * H, 32, V]``, overwritten by [-q~ S / c; v - k~ S / c].
+        v: values ``[*grid, H, 16, V]``, any strides.
         state: states that enter the member sequences, ``[n * H, K, V]``.
         unshift: 1 / c.
         keep: keep the states between tiles for the backward pass.
 
     Returns:
-        slots ``[(n + tiles) * H, K, V]``: the entering states, then the state that leaves each tile (None unless
-        ``keep``); and the last state of every member sequence ``[n * H, K, V]``.
+        What the state predicts, [q~; k~] S ``[tiles * H, 32, V]``; the errors e ``[tiles * H, 16, V]``; slots
+        ``[(n + tiles) * H, K, V]``: the entering states, then the state that leaves each tile (None unless ``keep``);
+        and the last state of every member sequence ``[n * H, K, V]``.
     """
+    half, values = reads.shape[1] // 2, state.shape[-1]
+    predicted, e = state.new_empty(*reads.shape[:2], values), state.new_empty(reads.shape[0], half, values)
     sizes = [n * heads for n in layout.active]
     last = torch.empty_like(state)
     slots = None
@@ -71,16 +93,20 @@ def scan(
         pair = [torch.empty_like(state), torch.empty_like(state)]
         targets = tuple(pair[step % 2][:size] for step, size in enumerate(sizes))
     following = [*sizes[1:], 0]
-    parts = (t.split(sizes) for t in (reads, decay, writes, e, e[:, e.shape[1] // 2 :]))
-    for reads_s, decay_s, writes_s, e_s, error_s, leaving, active in zip(*parts, targets, following, strict=True):
-        e_s.baddbmm_(reads_s, state, alpha=-unshift)
+    by_step = (layout.by_step(t.view(*layout.grid, heads, half, values)) for t in (predicted[:, half:], e))
+    parts = (t.split(sizes) for t in (reads, decay, writes, predicted, e))
+    for reads_s, decay_s, writes_s, predicted_s, e_s, leaving, active, v_s, from_keys, error in zip(
+        *parts, targets, following, layout.by_step(v), *by_step, strict=True
+    ):
+        torch.bmm(reads_s, state, out=predicted_s)
+        torch.add(v_s, from_keys, alpha=-unshift, out=error)
         torch.mul(state, decay_s, out=leaving)
-        leaving.baddbmm_(writes_s, error_s)
+        leaving.baddbmm_(writes_s, e_s)
         state = leaving
         if active != len(leaving):
             last[active : len(leaving)] = leaving[active:]
             state = leaving[:active]
-    return slots, last
+    return predicted, e, slots, last
 
 
 def scan_back(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trine.ops.kda._checks import TILE
 from trine.ops.kda.gate import sigmoid_, softplus
 from trine.ops.kda.layout import Layout
 
@@ -19,10 +18,13 @@ class TileGate:
     ``scale`` is the lower bound of a bounded gate, else 1; it is left to the products that sum y along a tile.
     """
 
-    def __init__(self, kind: str, lower_bound: float, A_log: Tensor | None, dt_bias: Tensor | None, like: Tensor):
+    def __init__(
+        self, kind: str, lower_bound: float, A_log: Tensor | None, dt_bias: Tensor | None, like: Tensor
+    ) -> None:
         heads, channels = like.shape[-2:]
         self.kind = kind
         self.scale = lower_bound if kind == "bounded" else 1.0
+        self.bias_shape = None if dt_bias is None else dt_bias.shape
         self.bias = None if dt_bias is None else dt_bias.to(like.dtype).view(heads, 1, channels)
         self.rate = None if A_log is None else A_log.to(like.dtype).exp().view(heads, 1, 1)
 
@@ -46,42 +48,50 @@ class TileGate:
         # y (1 - y) would lose the slope of a saturated gate; exp(-z) y^2 keeps it.
         return y, falling.mul_(y).mul_(y) if keep else None
 
-    def backward(self, dy: Tensor, slope: Tensor | None) -> Tensor:
-        """From the gradient of y to that of the input without the factor exp(A_log), in place."""
-        return dy if slope is None else dy.mul_(slope)
-
-    def parameter_gradients(
-        self, dz: Tensor, dy_times_y: Tensor | None, x: Tensor, layout: Layout
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of A_log ``[H]`` and dt_bias ``[H, K]``.
-
-        Sums run over a tile, then along each sequence and over the sequences in a fixed tree: tokens that are appended
-        and have no gradient leave every bit as it was.
+    def backward(
+        self, dg: Tensor, slope: Tensor | None, y: Tensor | None, x: Tensor, layout: Layout, parameters: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """From the gradient of the log-decays (overwritten) to those of the input, A_log and dt_bias.
 
         Args:
-            dz: what ``backward`` gave.
-            dy_times_y: for the softplus gate, dy * y, which is the gradient of A_log a row.
+            dg: ``[*grid, H, 16, K]``.
+            slope, y: what ``forward`` gave; y for softplus only.
             x: the gate's input.
+            layout: the tiles.
+            parameters: the last two are wanted.
+
+        Returns:
+            Gradients of the input ``[*grid, H, 16, K]``, of A_log ``[H]`` and of dt_bias in its own shape, or None.
         """
-        heads, _, channels = dz.shape[-3:]
-        if self.kind == "softplus":
-            assert dy_times_y is not None
-            dA_terms = dy_times_y
-        else:
-            dA_terms = dz * x
-        ones = dz.new_ones(1, 1, TILE).expand(layout.tiles * heads, -1, -1)
-        sums = (torch.bmm(ones, t.view(-1, TILE, channels)).view(layout.tiles, -1) for t in (dz, dA_terms))
-        dbias, dA = (_ordered_sum(_ordered_sum(layout.by_sequence(s).transpose(0, 1))) for s in sums)
-        dbias, dA = dbias.view(heads, channels), dA.view(heads, channels)
-        if self.kind == "bounded":
-            # z = rate * (x + bias)
+        if self.kind == "log_decay":
+            return dg, None, None
+        assert slope is not None
+        dA = dbias = None
+        if parameters and self.kind == "softplus" and self.rate is not None:
+            assert y is not None
+            dA = self._sum(dg * y.view_as(dg), layout).sum(-1)
+        d_input = dg.mul_(slope)
+        if parameters:
+            rate = 1.0 if self.rate is None else self.rate.squeeze(-1)
+            along = self._sum(d_input, layout) * rate * self.scale
+            if self.kind == "bounded" and self.rate is not None:
+                # z = exp(A_log) (x + bias) is its own derivative by A_log
+                dA = self._sum(d_input * x, layout) * rate * self.scale
+                dA = (dA if self.bias is None else dA.addcmul(along, self.bias.squeeze(1))).sum(-1)
             if self.bias is not None:
-                dA = dA.addcmul(dbias, self.bias.squeeze(1))
-            if self.rate is not None:
-                dA = dA * self.rate.squeeze(1)
-        if self.rate is not None:
-            dbias = dbias * self.rate.squeeze(1)
-        return dA.sum(-1), dbias
+                dbias = along.view(self.bias_shape)
+        factor = self.scale if self.rate is None else self.rate * self.scale
+        return d_input.mul_(factor), dA, dbias
+
+    def _sum(self, x: Tensor, layout: Layout) -> Tensor:
+        """Sum of a tile buffer over all tokens, ``[H, K]``.
+
+        Over a tile, then along each sequence and over the sequences in a fixed tree: tokens that are appended and have
+        no gradient leave every bit as it was.
+        """
+        heads, _, channels = x.shape[-3:]
+        by_sequence = layout.by_sequence(x.sum(-2).view(layout.tiles, heads * channels))
+        return _ordered_sum(_ordered_sum(by_sequence.transpose(0, 1))).view(heads, channels)
 
 
 def _ordered_sum(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from trine.ops.kda._checks import TILE
 from trine.ops.kda.gate import compute_dtype, sigmoid_
 from trine.ops.kda.layout import Layout
 from trine.ops.kda.pairwise import end_decays, pair_gradients, pair_products
-from trine.ops.kda.scan import scan, scan_back, unit_lower_inverse
+from trine.ops.kda.scan import running_sum_, scan, scan_back, unit_lower_inverse
 from trine.ops.kda.tile_gate import TileGate
 
 
@@ -55,54 +55,65 @@ class Options:
         return 1.0 if self.pairs else 2.0 ** round(TILE * -self.lower_bound / 2 * math.log2(math.e))
 
 
+class Saved(NamedTuple):
+    """What the forward pass leaves for the backward pass. Tile buffers are flat: ``[tiles * H, rows, channels]``."""
+
+    q: Tensor  # inputs in the compute dtype [R, H, K]
+    k: Tensor
+    gate: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    q_norm: Tensor  # factors of the L2 norms [R, H, 1]
+    k_norm: Tensor
+    beta: Tensor  # [R, H, 1], and its slope in the logit
+    beta_slope: Tensor | None
+    reads: Tensor  # [q~; k~] 32 rows
+    w: Tensor  # w~ (pairs: beta k)
+    raw_reads: Tensor | None  # pairs: [s q; k]
+    g: Tensor | None  # pairs: log-decays
+    grow: Tensor  # exp(G)
+    shrink: Tensor  # exp(-G) (pairs: exp(G_last - G))
+    y_gate: Tensor | None  # softplus: the gate before its slope
+    slope: Tensor | None  # of the gate
+    P_diagonal: Tensor  # 16 rows, 1 column
+    BA: Tensor  # [P A; A] 32 rows
+    R: Tensor
+    y: Tensor
+    slots: Tensor
+
+
 class ChunkedKDA(torch.autograd.Function):
     """KDA on packed rows with its own backward; arguments as ``forward_pass``."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         out, final, saved = forward_pass(*args, keep=True)
+        assert saved is not None
         *tensors, ctx.sequences, ctx.layout, ctx.options = args
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
-        ctx.bias_shape = None if tensors[6] is None else tensors[6].shape
         ctx.has_initial = tensors[7] is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors[5:7], *saved)
+        ctx.save_for_backward(*saved)
         return out, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = Saved(*ctx.saved_tensors)
         parameters = any(ctx.needs_input_grad[5:7])
-        A_log, dt_bias, *saved = ctx.saved_tensors
-        *gradients, d_enter = backward_pass(
-            tuple(saved), d_out, d_final, A_log, dt_bias, ctx.layout, ctx.options, parameters
-        )
+        *gradients, d_enter = backward_pass(saved, d_out, d_final, ctx.layout, ctx.options, parameters)
         d_initial = None
         if ctx.has_initial and ctx.needs_input_grad[7]:
             shape = (ctx.sequences, *d_enter.shape[1:])
             d_initial = d_enter.new_zeros(shape) if d_final is None else d_final.clone()
             d_initial[ctx.layout.members] = d_enter
         results = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=False)]
-        if results[6] is not None:
-            results[6] = results[6].view(ctx.bias_shape)
         return (*results, d_initial, None, None, None)
 
 
 def _norm_factor(x: Tensor) -> Tensor:
     """(sum x^2 + 1e-6)^-1/2 over channels, kept as the last dimension."""
-    return x.square().sum(-1, keepdim=True).add_(1e-6).rsqrt_()
-
-
-def _mask(device: torch.device, strict: bool) -> Tensor:
-    """``[32, 16]``: entries of [P; M] to blank; P keeps its diagonal unless ``strict``, M never does."""
-    above = torch.ones(TILE, TILE, dtype=torch.bool, device=device).triu_(0 if strict else 1)
-    return torch.cat([above, torch.ones_like(above).triu_()])
-
-
-def _running_sum(like: Tensor, value: float, reverse: bool) -> Tensor:
-    """Triangle that sums rows up to and with a row (``reverse``: from a row on), times ``value``, for every tile."""
-    ones = torch.full((TILE, TILE), value, dtype=like.dtype, device=like.device)
-    return (ones.triu_() if reverse else ones.tril_()).expand(like.shape[0], -1, -1)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(1e-6).rsqrt_()
 
 
 def forward_pass(
@@ -118,7 +129,7 @@ def forward_pass(
     layout: Layout,
     options: Options,
     keep: bool,
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, Tensor, Saved | None]:
     """Outputs, final states and what the backward pass needs.
 
     Args:
@@ -138,16 +149,16 @@ def forward_pass(
     if options.beta_is_logit:
         logit, beta = beta, sigmoid_(beta.neg()).mul_(options.beta_max)
         beta_slope = sigmoid_(logit.clone()).mul_(beta) if keep else None
-    rq = _norm_factor(q) if options.qk_norm else torch.ones_like(beta)
-    rk = _norm_factor(k) if options.qk_norm else torch.ones_like(beta)
+    q_norm = _norm_factor(q) if options.qk_norm else torch.ones_like(beta)
+    k_norm = _norm_factor(k) if options.qk_norm else torch.ones_like(beta)
 
     # Factors of the tile products. Queries and read keys share a buffer, so that they share products.
     reads = q.new_empty(*grid, heads, 2, TILE, channels)
     w = q.new_empty(*grid, heads, TILE, channels)
     tiled_k = layout.tiled(k)
-    torch.mul(layout.tiled(q), layout.tiled(rq * (options.scale * shift)), out=reads.select(-3, 0))
-    torch.mul(tiled_k, layout.tiled(rk * shift), out=reads.select(-3, 1))
-    torch.mul(tiled_k, layout.tiled(rk * beta / shift), out=w)
+    torch.mul(layout.tiled(q), layout.tiled(q_norm * (options.scale * shift)), out=reads.select(-3, 0))
+    torch.mul(tiled_k, layout.tiled(k_norm * shift), out=reads.select(-3, 1))
+    torch.mul(tiled_k, layout.tiled(k_norm * beta / shift), out=w)
     reads, w = reads.view(tiles, 2 * TILE, channels), w.view(tiles, TILE, channels)
     gates = TileGate(options.gate_kind, options.lower_bound, A_log, dt_bias, gate)
     y_gate, slope = gates.forward(layout.tiled(gate), layout, keep)
@@ -160,7 +171,7 @@ def forward_pass(
         raw_reads, reads = reads, (reads.view(tiles, 2, TILE, channels) * grow.unsqueeze(1)).view_as(reads)
         w_end = w * shrink
     else:
-        grow = torch.bmm(_running_sum(y_gate, gates.scale, reverse=False), y_gate).exp_()
+        grow = running_sum_(y_gate.mul_(gates.scale)).exp_()
         shrink = grow.reciprocal()
         reads.view(tiles, 2, TILE, channels).mul_(grow.unsqueeze(1))
         w.mul_(shrink)
@@ -168,108 +179,97 @@ def forward_pass(
         w_end = w * (grow[:, -1:] * shift)
 
     # Tile products.
-    products.masked_fill_(_mask(w.device, strict=False), 0.0)
-    P_diagonal = products[:, :TILE].diagonal(dim1=1, dim2=2).unsqueeze(-1).clone() if keep else None
-    A = unit_lower_inverse(products[:, TILE:])
-    BA = torch.cat([torch.bmm(products[:, :TILE], A), A], dim=1)
+    P = products[:, :TILE].tril_()
+    P_diagonal = P.diagonal(dim1=1, dim2=2).unsqueeze(-1).clone()
+    BA = torch.empty_like(products)
+    A = unit_lower_inverse(products[:, TILE:], out=BA[:, TILE:])
+    BA[:, :TILE] = torch.bmm(P, A)
     R = torch.bmm(A.mT, w_end)
 
     # Scan over tiles.
-    e = v_RHV.new_empty(*grid, heads, 2, TILE, values)
-    e.select(-3, 0).zero_()
-    e.select(-3, 1).copy_(layout.tiled(v_RHV))
-    e = e.view(tiles, 2 * TILE, values)
-    members = layout.active[0]
     if initial_state is None:
-        state = e.new_zeros(members, heads, channels, values)
+        state = reads.new_zeros(layout.active[0], heads, channels, values)
     else:
         state = initial_state if layout.all_members else initial_state[layout.members]
-    slots, last = scan(
-        layout, heads, reads, grow[:, -1].unsqueeze(-1), R.mT, e, state.reshape(-1, channels, values), 1 / shift, keep
+    decay = grow[:, -1].unsqueeze(-1)
+    predicted, e, slots, last = scan(
+        layout, heads, reads, decay, R.mT, layout.tiled(v_RHV), state.reshape(-1, channels, values), 1 / shift, keep
     )
 
     # Outputs.
-    oy = torch.bmm(BA, e[:, TILE:])
-    out = v.new_empty(rows, heads, values)
-    o = (oy[:, :TILE] - e[:, :TILE]).view(*grid, heads, TILE, values)
-    out.view(*layout.row_shape, heads, values).copy_(layout.by_row(o))
+    oy = torch.bmm(BA, e)
+    out = v_RHV.new_empty(rows, heads, values)
+    inside, outside = (layout.by_row(t[:, :TILE].view(*grid, heads, TILE, values)) for t in (oy, predicted))
+    torch.add(inside, outside, alpha=1 / shift, out=out.view(*layout.row_shape, heads, values))
     if initial_state is None:
         final = last.new_zeros(sequences, heads, channels, values)
     else:
         final = initial_state.clone(memory_format=torch.contiguous_format)
-    final[layout.members] = last.view(members, heads, channels, values)
-    if not keep:
-        return out, final, ()
-    saved = (
-        q, k, gate, rq, rk, beta, beta_slope, reads, w, raw_reads, g, grow, shrink, y_gate if options.pairs else None,
-        slope, P_diagonal, BA, R, oy, slots,
-    )  # fmt: skip
-    return out, final, saved
+    final[layout.members] = last.view(-1, heads, channels, values)
+    saved = None
+    if keep:
+        assert slots is not None
+        saved = Saved(
+            q=q, k=k, gate=gate, A_log=A_log, dt_bias=dt_bias, q_norm=q_norm, k_norm=k_norm, beta=beta,
+            beta_slope=beta_slope, reads=reads, w=w, raw_reads=raw_reads, g=g, grow=grow, shrink=shrink,
+            y_gate=y_gate if options.gate_kind == "softplus" else None, slope=slope, P_diagonal=P_diagonal, BA=BA, R=R,
+            y=oy[:, TILE:], slots=slots,
+        )  # fmt: skip
+    return out.to(v.dtype), final, saved
 
 
 def backward_pass(
-    saved: tuple[Any, ...],
-    d_out: Tensor | None,
-    d_final: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    layout: Layout,
-    options: Options,
-    parameters: bool,
+    saved: Saved, d_out: Tensor | None, d_final: Tensor | None, layout: Layout, options: Options, parameters: bool
 ) -> tuple[Any, ...]:
-    """Gradients of q, k, v, gate, beta, A_log, dt_bias (these two if ``parameters``) and the members' first states."""
-    (
-        q, k, gate, rq, rk, beta, beta_slope, reads, w, raw_reads, g, grow, shrink, y_gate, slope, P_diagonal, BA, R, oy,
-        slots,
-    ) = saved  # fmt: skip
-    rows, heads, channels = q.shape
-    values = oy.shape[-1]
+    """Gradients of q, k, v, gate, beta, A_log, dt_bias (these two None unless ``parameters``), and of the states that
+    enter the member sequences."""
+    s, y = saved, saved.y
+    rows, heads, channels = s.q.shape
+    values = y.shape[-1]
     shift, grid, tiles = options.shift, layout.grid, layout.tiles * heads
-    four = (tiles, 2, TILE, channels)
 
     # Reverse scan and the gradients that need states.
-    X = oy.new_empty(*grid, heads, 2, TILE, values)
+    X = y.new_empty(*grid, heads, 2, TILE, values)
     if d_out is None:
         X.zero_()
     else:
-        X.select(-3, 0).copy_(layout.tiled(d_out.to(oy.dtype)))
+        X.select(-3, 0).copy_(layout.tiled(d_out.to(y.dtype)))
     X = X.view(tiles, 2 * TILE, values)
-    y = oy[:, TILE:]
-    dv = torch.bmm(BA[:, :TILE].mT, X[:, :TILE])
-    d_last = None if d_final is None else d_final.to(oy.dtype)[layout.members].view(-1, channels, values)
-    d_reads, dw, d_end, d_enter = scan_back(
-        layout, heads, reads, grow[:, -1].unsqueeze(-1), R, y, slots, X, dv, d_last, 1 / shift
-    )
+    dv = torch.bmm(s.BA[:, :TILE].mT, X[:, :TILE])
+    d_last = None if d_final is None else d_final.to(y.dtype)[layout.members].view(-1, channels, values)
+    decay = s.grow[:, -1].unsqueeze(-1)
+    d_reads, dw, d_end, d_enter = scan_back(layout, heads, s.reads, decay, s.R, y, s.slots, X, dv, d_last, 1 / shift)
 
     # Tile products.
     d_products = torch.bmm(X, y.mT)
     dP_diagonal = d_products[:, :TILE].diagonal(dim1=1, dim2=2).unsqueeze(-1).clone()
-    d_products.masked_fill_(_mask(y.device, strict=True), 0.0)
+    d_products.view(-1, TILE, TILE).tril_(-1)
     if options.pairs:
-        d_tile_reads, d_tile_w = pair_gradients(d_products, raw_reads, w, g)
-        d_reads.view(four).mul_(grow.unsqueeze(1))
+        assert s.raw_reads is not None and s.g is not None
+        d_tile_reads, d_tile_w = pair_gradients(d_products, s.raw_reads, s.w, s.g)
+        d_reads.view(tiles, 2, TILE, channels).mul_(s.grow.unsqueeze(1))
         d_reads += d_tile_reads
-        dw.mul_(shrink).add_(d_tile_w)
-        weighted = (raw_reads * d_reads).view(four)
+        dw.mul_(s.shrink).add_(d_tile_w)
+        factors = s.raw_reads
     else:
-        d_reads.baddbmm_(d_products, w)
-        dw.mul_(grow[:, -1:] * shift).baddbmm_(d_products.mT, reads)
-        weighted = (reads * d_reads).view(four)
-    dots = weighted.sum(-1, keepdim=True) if options.qk_norm else None
-    dG = torch.add(weighted[:, 0], weighted[:, 1]).addcmul_(w, dw, value=-1.0)
+        d_reads.baddbmm_(d_products, s.w)
+        dw.mul_(s.grow[:, -1:] * shift).baddbmm_(d_products.mT, s.reads)
+        factors = s.reads
+    # Gradient of the running sums G: each factor times its gradient.
+    dG = factors[:, :TILE] * d_reads[:, :TILE]
+    q_dots = dG.sum(-1, keepdim=True) if options.qk_norm else None
+    k_terms = factors[:, TILE:] * d_reads[:, TILE:]
+    k_dots = k_terms.sum(-1, keepdim=True) if options.qk_norm else None
+    dG.add_(k_terms).addcmul_(s.w, dw, value=-1.0)
     dG[:, -1] += d_end
     if not options.pairs:
-        d_reads.view(four).mul_(grow.unsqueeze(1))
-        dw.mul_(shrink)
+        d_reads.view(tiles, 2, TILE, channels).mul_(s.grow.unsqueeze(1))
+        dw.mul_(s.shrink)
 
     # Gate.
-    gates = TileGate(options.gate_kind, options.lower_bound, A_log, dt_bias, gate)
-    dy = torch.bmm(_running_sum(dG, gates.scale, reverse=True), dG)
-    dy_y = dy * y_gate if parameters and options.gate_kind == "softplus" else None
-    dz = gates.backward(dy.view(*grid, heads, TILE, channels), slope)
-    dA = dbias = None
-    if parameters:
-        dA, dbias = gates.parameter_gradients(dz, dy_y, layout.tiled(gate), layout)
+    gates = TileGate(options.gate_kind, options.lower_bound, s.A_log, s.dt_bias, s.gate)
+    dg = running_sum_(dG, reverse=True).view(*grid, heads, TILE, channels)
+    d_gate, dA, dbias = gates.backward(dg, s.slope, s.y_gate, layout.tiled(s.gate), layout, parameters)
 
     # Back to token-major rows: dq, dk and dbeta from the gradients of the three factors.
     def by_row(t: Tensor) -> Tensor:
@@ -278,34 +278,28 @@ def backward_pass(
     def rowed(t: Tensor) -> Tensor:
         return t.view(*layout.row_shape, heads, t.shape[-1])
 
-    q, k, rq, rk, beta = (rowed(t) for t in (q, k, rq, rk, beta))
-    d_gate, dq, dk, dw_rows = (torch.empty_like(q) for _ in range(4))
-    if gates.rate is None:
-        d_gate.copy_(layout.by_row(dz))
-    else:
-        torch.mul(layout.by_row(dz), gates.rate.squeeze(-1), out=d_gate)
-    # The diagonal of P carries no decay: its gradients come in here, by row.
-    dP = by_row(dP_diagonal)
-    torch.mul(by_row(d_reads[:, :TILE]), rq * (options.scale * shift), out=dq)
-    dq.addcmul_(k, dP * beta * rq * rk * options.scale)
-    torch.mul(by_row(dw), rk.new_full((), 1 / shift), out=dw_rows)
-    dw_rows.addcmul_(q, dP * rq * options.scale)
-    d_beta = (dw_rows * k).sum(-1, keepdim=True) * rk
-    torch.mul(by_row(d_reads[:, TILE:]), rk * shift, out=dk)
-    dk.addcmul_(dw_rows, rk * beta)
-    if dots is not None:
-        diagonal = dP * by_row(P_diagonal)
-        dq.addcmul_(q, rq.square() * (by_row(dots[:, 0]) + diagonal), value=-1.0)
-        dk.addcmul_(k, rk.square() * (by_row(dots[:, 1]) + beta * d_beta), value=-1.0)
-    if beta_slope is not None:
-        d_beta = d_beta * rowed(beta_slope)
+    q, k, q_norm, k_norm, beta = (rowed(t) for t in (s.q, s.k, s.q_norm, s.k_norm, s.beta))
+    dq, dk, dw_rows = (torch.empty_like(q) for _ in range(3))
+    # The diagonal of P carries no decay: its gradients come in here. dw_rows is c times the gradient of the write key.
+    dP = by_row(dP_diagonal) * options.scale
+    torch.mul(by_row(d_reads[:, :TILE]), q_norm * (options.scale * shift), out=dq)
+    dq.addcmul_(k, dP * beta * q_norm * k_norm)
+    dw_rows.copy_(by_row(dw)).addcmul_(q, dP * q_norm * shift)
+    d_beta = (dw_rows * k).sum(-1, keepdim=True) * k_norm / shift
+    torch.mul(by_row(d_reads[:, TILE:]), k_norm * shift, out=dk)
+    dk.addcmul_(dw_rows, k_norm * beta / shift)
+    if q_dots is not None and k_dots is not None:
+        # x / |x|: take out what is along x.
+        diagonal = by_row(dP_diagonal * s.P_diagonal)
+        dq.addcmul_(q, q_norm.square() * (by_row(q_dots) + diagonal), value=-1.0)
+        dk.addcmul_(k, k_norm.square() * (by_row(k_dots) + beta * d_beta), value=-1.0)
+    if s.beta_slope is not None:
+        d_beta = d_beta * rowed(s.beta_slope)
 
     def flat(t: Tensor) -> Tensor:
         return t.reshape(rows, heads, -1)
 
-    dv_rows = flat(by_row(dv))
-    d_beta = flat(d_beta).squeeze(-1)
     return (
-        flat(dq), flat(dk), dv_rows, flat(d_gate), d_beta, dA if A_log is not None else None,
-        dbias if dt_bias is not None else None, d_enter.view(-1, heads, channels, values),
+        flat(dq), flat(dk), flat(by_row(dv)), flat(layout.by_row(d_gate)), flat(d_beta).squeeze(-1), dA, dbias,
+        d_enter.view(-1, heads, channels, values),
     )  # fmt: skip
