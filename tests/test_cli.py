@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -265,3 +267,158 @@ def test_width_of_the_terminal_is_put_back(trine: Run, monkeypatch: pytest.Monke
     monkeypatch.delenv("COLUMNS")
     trine("info", "--oops")
     assert "COLUMNS" not in os.environ
+
+
+# ------------------------------------------------------------------------------- one small run, and what can befall it
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run of two steps, made by the command line."""
+    home = tmp_path_factory.mktemp("home")
+    words, draw = ("alpha", "beta", "gamma", "return", "yield", "class"), random.Random(0)
+    (home / "texts").mkdir()
+    for i in range(30):
+        text = " ".join(draw.choice(words) + str(draw.randrange(100)) for _ in range(200))
+        (home / "texts" / f"{i}.txt").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        patch.setattr("trine.train.machine.busy_warning", lambda: None)
+        line = (
+            "train --preset smoke --data.source texts --data.held-out-one-in 4 --data.vocabulary 320 --tokens 8192 "
+            "--eval.context 128 --eval.sample-tokens 8"
+        )
+        assert cli.main(line.split()) == 0
+    return home
+
+
+@pytest.fixture
+def home(small_run: Path, trine: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder to damage, as the working folder."""
+    monkeypatch.setattr("trine.train.machine.busy_warning", lambda: None)
+    copy = tmp_path / "home"
+    shutil.copytree(small_run, copy)
+    monkeypatch.chdir(copy)
+    return copy
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, but for the lock, which only says who holds it."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_training_leaves_everything_in_the_folder_of_the_run(small_run: Path) -> None:
+    run = small_run / "runs" / "smoke"
+    found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    assert found >= {
+        "run.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "tokenizer.json",
+        "eval.json",
+        "sample.txt",
+        "report.md",
+        "plots/overview.png",
+        "checkpoints/step-000002/model.safetensors",
+    }
+    assert "## Held-out text" in (run / "report.md").read_text()
+
+
+def test_training_shows_evaluation_sample_and_what_to_try_next(
+    small_run: Path, trine: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trine.train.machine.busy_warning", lambda: None)
+    monkeypatch.chdir(small_run)
+    code, out, err = trine("train", "--run", "smoke", "--resume")
+    assert (code, err) == (0, "")
+    assert "this model" in out and "xz -9" in out
+    assert "report: runs/smoke/report.md" in out
+    assert "generate runs/smoke --prompt" in out
+
+
+def test_evaluating_a_run_gives_the_numbers_it_ended_with(home: Path, trine: Run) -> None:
+    before = contents(home)
+    code, out, err = trine("eval", "smoke", "--json")
+    assert (code, err) == (0, "")
+    found, kept = json.loads(out), json.loads((home / "runs/smoke/eval.json").read_text())
+    assert found["bits_per_byte"] == pytest.approx(kept["bits_per_byte"], abs=1e-9)
+    assert {"gzip", "xz", "ngram3", "ngram_best"} <= found["baselines"].keys()
+    assert contents(home) == before
+    code, out, _ = trine("eval", "runs/smoke")
+    assert code == 0
+    assert f"{kept['bits_per_byte']:.3f}" in out
+
+
+def test_generating_streams_the_same_text_it_gives_at_once(home: Path, trine: Run) -> None:
+    code, whole, err = trine("generate", "smoke", "--prompt", "alpha", "--max-tokens", "12")
+    assert (code, err) == (0, "")
+    assert whole.startswith("alpha") and whole.endswith("\n")
+    assert trine("generate", "smoke", "--prompt", "alpha", "--max-tokens", "12", "--stream") == (0, whole, "")
+    hot = ["generate", "smoke", "--prompt", "alpha", "--max-tokens", "12", "--temperature", "1", "--seed"]
+    assert trine(*hot, "1")[1] == trine(*hot, "1")[1] != trine(*hot, "2")[1]
+    assert trine("generate", "smoke", "--prompt", "", "--max-tokens", "3")[0] == 0
+    code, _, err = trine("generate", "smoke", "--prompt", "a", "--top-p", "2")
+    assert (code, err) == (1, "trine generate: top_p: found 2.0, need more than 0 and at most 1\n")
+
+
+def test_two_runs_in_one_folder_are_refused_and_nothing_changes(home: Path, trine: Run) -> None:
+    before = contents(home)
+    code, _, err = trine("train", "--preset", "smoke", "--run", "smoke")
+    message = "runs/smoke: holds a run already; add --resume to go on with it, or choose another --run"
+    assert (code, err) == (1, f"trine train: {message}\n")
+    assert contents(home) == before
+
+
+def test_resuming_with_another_plan_is_refused(home: Path, trine: Run) -> None:
+    before = contents(home)
+    code, _, err = trine("train", "--run", "smoke", "--resume", "--seed", "4")
+    message = "runs/smoke: cannot resume with another plan: seed: found 4, the stored run has 0; start a new run for it"
+    assert (code, err) == (1, f"trine train: {message}\n")
+    assert contents(home) == before
+
+
+def test_corrupt_checkpoint_is_named(home: Path, trine: Run) -> None:
+    file = home / "runs/smoke/checkpoints/step-000002/model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    where = "checkpoint runs/smoke/checkpoints/step-000002"
+    for line in ("eval smoke", "generate smoke --prompt a"):
+        code, out, err = trine(*line.split())
+        assert (code, out) == (1, "")
+        assert err == f"trine {line.split()[0]}: {where}: model.safetensors is damaged (its checksum does not fit)\n"
+    file.write_bytes(data[:100])
+    code, _, err = trine("eval", "smoke")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith(f"trine eval: {where}: model.safetensors is damaged (100 bytes, need ")
+    file.unlink()
+    assert trine("eval", "smoke")[2] == f"trine eval: {where}: half-written, model.safetensors is missing\n"
+
+
+def test_run_without_checkpoint_record_or_data_is_named(home: Path, trine: Run) -> None:
+    run = home / "runs" / "smoke"
+    (run / "data" / "manifest.json").unlink()
+    code, _, err = trine("eval", "smoke")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "runs/smoke/data" in err
+    shutil.rmtree(run / "checkpoints")
+    assert trine("eval", "smoke")[::2] == (1, "trine eval: runs/smoke: has no checkpoint yet\n")
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "format_version": 99}))
+    newer = "runs/smoke/run.json: format_version 99 is newer than 1, the newest this version reads"
+    assert trine("eval", "smoke")[::2] == (1, f"trine eval: {newer}\n")
+    (run / "run.json").write_text('{"format_ver')
+    code, _, err = trine("eval", "smoke")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("trine eval: runs/smoke/run.json: damaged (")
+
+
+def test_no_data_is_named_and_no_run_is_begun(trine: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trine.train.machine.busy_warning", lambda: None)
+    Path("empty").mkdir()
+    for source in ("empty", "missing"):
+        code, _, err = trine("train", "--preset", "smoke", "--data.source", source)
+        assert (code, err.count("\n")) == (1, 1)
+        assert err.startswith("trine train: ") and source in err
+        assert not list(Path("runs").glob("*/run.json"))

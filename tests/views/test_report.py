@@ -14,7 +14,7 @@ from PIL import Image
 
 from trine.config import preset, to_dict
 from trine.train.config import train_preset, train_to_dict
-from trine.views.report import duration, next_commands, read_lines, summary_line, write_report
+from trine.views.report import duration, next_commands, program, read_lines, summary_line, write_report
 
 EVALUATION = {
     "format_version": 1,
@@ -156,12 +156,28 @@ def test_summary_names_size_tokens_and_time(report: Path) -> None:
 
 
 def test_next_commands_name_this_run(report: Path) -> None:
+    name = program()
     commands = [command for command, _ in next_commands(report.parent)]
     assert len(commands) == 3
-    assert commands[0].startswith(f"trine generate {report.parent} --prompt")
-    assert commands[1] == f"trine eval {report.parent}"
-    assert commands[2] == "trine train --preset laptop --run laptop-plain --model residual=plain"
+    assert commands[0].startswith(f"{name} generate {report.parent} --prompt")
+    assert commands[1] == f"{name} eval {report.parent}"
+    assert commands[2] == f"{name} train --preset laptop --run laptop-plain --model residual=plain"
     assert all(command in report.read_text() for command in commands)
+
+
+def test_commands_are_given_so_that_they_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / ".venv" / "bin" / "trine"
+    script.parent.mkdir(parents=True)
+    monkeypatch.setattr("sys.executable", str(script.with_name("python")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == "trine"
+    script.touch()
+    assert program() == str(script)
+    monkeypatch.chdir(tmp_path)
+    assert program() == ".venv/bin/trine"
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert program() == "trine"
 
 
 def test_run_that_was_stopped_gets_a_report_without_the_parts_it_has_not_reached(tmp_path: Path) -> None:

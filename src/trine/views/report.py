@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,21 +107,30 @@ def next_commands(run: str | Path) -> list[tuple[str, str]]:
         ValueError: there is no run in the folder.
     """
     folder = Path(run)
-    preset = _read_run(folder)["config"]["preset"]
+    preset, trine = _read_run(folder)["config"]["preset"], program()
     return [
         (
-            f'trine generate {folder} --prompt "class " --temperature 0.8 --stream',
+            f'{trine} generate {folder} --prompt "class " --temperature 0.8 --stream',
             "lets the model write; another `--seed` writes something else.",
         ),
         (
-            f"trine eval {folder}",
+            f"{trine} eval {folder}",
             "measures the newest checkpoint on the held-out files again.",
         ),
         (
-            f"trine train --preset {preset} --run {folder.name}-plain --model residual=plain",
+            f"{trine} train --preset {preset} --run {folder.name}-plain --model residual=plain",
             "trains the same model with an ordinary residual stream, to see what depth attention is worth.",
         ),
     ]
+
+
+def program() -> str:
+    """How the command line is called from here: by its name where the shell finds it, else by its path."""
+    beside = Path(sys.executable).with_name("trine")
+    if shutil.which("trine") or not beside.exists():
+        return "trine"
+    here = Path.cwd()
+    return str(beside.relative_to(here)) if beside.is_relative_to(here) else str(beside)
 
 
 def duration(seconds: float) -> str:
