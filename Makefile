@@ -28,6 +28,8 @@ INSTALL := $(PIP) install --constraint constraints.txt
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)-$(TORCH_VERSION)
 INSTALLED := $(VENV)/.installed-$(TORCH)
 DEV := $(VENV)/.dev-$(TORCH)
+# One process a core with one thread each: tests are many small operations, which threads only slow down.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8
 
 ifeq ($(filter cpu cuda,$(TORCH)),)
 $(error TORCH: found '$(TORCH)', need cpu or cuda)
@@ -50,10 +52,10 @@ train: $(INSTALLED)
 	$(BIN)/trine train --preset $(PRESET) $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+	$(PYTEST) -m 'not gpu' $(ARGS)
 
 test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -64,7 +66,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 
 coverage: $(DEV)
-	$(BIN)/python -m pytest -m 'not slow and not gpu' --cov=trine --cov-report=term-missing:skip-covered $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu' --cov=trine --cov-report=term-missing:skip-covered $(ARGS)
 
 bench: $(VENV)/.bench-$(TORCH)
 	set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done

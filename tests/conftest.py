@@ -28,6 +28,11 @@ TINY = {
 }
 
 
+def pytest_configure() -> None:
+    # The Makefile runs one process a core; more threads than that wait for each other at every small operation.
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
