@@ -171,8 +171,9 @@ def test_toy_with_a_hundred_experts_converges_at_once() -> None:
         bias_E, path = torch.zeros(112), []
         for _ in range(12):
             bias_E = solve_bias(scores_TE, bias_E, 2, method)
-            path.append(max_vio(scores_TE, bias_E, 2))
-            assert int((loads(scores_TE, bias_E, 2) == 0).sum()) == 0
+            load_E = loads(scores_TE, bias_E, 2)
+            path.append(float(load_E.max() / (4096 * 2 / 112) - 1))
+            assert int(load_E.min()) > 0
         assert path[0] < 1.1 and path[2] < 0.4 and least < path[-1] < most, (method, path)
 
 

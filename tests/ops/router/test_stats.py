@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trine.ops.router import COUNTERS, RouterStats, route
+from trine.ops.router import COUNTERS, RouterStats, quantile, route
+from trine.ops.router import stats as stats_module
 from trine.ops.router.reference import histogram_reference
 
 EXPERTS, K = 8, 2
@@ -85,6 +86,28 @@ def test_non_finite_rows_are_left_out_and_counted() -> None:
     assert torch.equal(dirty.histograms_LEB, clean.histograms_LEB)
     assert int(dirty.tokens_L) == 22 and int(dirty.dropped_L) == 2 and int(dirty.loads_LE.sum()) == 44
     assert torch.equal(dirty.solve_(K).bias_LE, clean.solve_(K).bias_LE)
+
+
+@pytest.mark.parametrize("dirty", [False, True])
+def test_the_path_that_reads_no_value_back_counts_the_same(dirty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a card, here on the CPU."""
+    logits_TE, mask_T = torch.randn(60, 70), torch.arange(60) % 5 > 0
+    if dirty:
+        logits_TE[3, 4] = logits_TE[5, 0] = torch.nan  # row 5 is padding
+        logits_TE[7, 8] = 30.0
+    both = []
+    for reads in (True, False):
+        for module in (quantile, stats_module):
+            monkeypatch.setattr(module, "may_read", lambda tensor, reads=reads: reads)
+        stats = RouterStats.allocate(1, 70)
+        for _ in range(2):
+            stats.bias_LE.copy_(torch.linspace(-0.5, 0.5, 70))
+            for part in (slice(0, 25), slice(25, 60)):
+                count(stats, logits_TE[part], mask_T[part] if dirty else None)
+        both.append(stats)
+    assert torch.equal(both[0].counts, both[1].counts) and torch.equal(both[0].edges_L2, both[1].edges_L2)
+    assert both[1].dropped_L.tolist() == [2 * dirty] and both[1].saturated_L.tolist() == [2 * dirty]
+    assert torch.equal(both[0].solve_(K).bias_LE, both[1].solve_(K).bias_LE)
 
 
 def test_only_non_finite_rows_keep_the_bias() -> None:

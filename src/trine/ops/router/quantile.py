@@ -16,6 +16,11 @@ _ROWS = 4096
 _COLUMNS = 64  # experts counted together on the CPU: their bins stay in the second-level cache
 
 
+def may_read(tensor: Tensor) -> bool:
+    """Whether Python may look at values: on the CPU. Reading those of a card would stall it at every layer."""
+    return tensor.device.type == "cpu"
+
+
 def histogram_edges(bias_LE: Tensor, bins: int) -> Tensor:
     """Range of the next histogram: ``[min b - 1, max b + 1]`` in ``bins`` equal bins (K3 report, appendix D).
 
@@ -46,7 +51,7 @@ def count_required_bias(
         counts_EB: ``[E, bins]`` contiguous int32.
     """
     experts, bins = counts_EB.shape
-    if scores_TE.device.type == "cpu":
+    if may_read(scores_TE):
         if valid_T is not None and not bool(valid_T.all()):
             scores_TE, cutoff_T = scores_TE[valid_T], cutoff_T[valid_T]
         ones = torch.ones((), dtype=torch.int32)

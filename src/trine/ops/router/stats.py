@@ -8,7 +8,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trine.ops.router.quantile import centred, check_k, count_required_bias, histogram_edges, quantile_from_histogram
+from trine.ops.router.quantile import (
+    centred,
+    check_k,
+    count_required_bias,
+    histogram_edges,
+    may_read,
+    quantile_from_histogram,
+)
 
 COUNTERS = ("routed", "counted", "dropped", "saturated_low", "saturated_high")
 """Columns of `RouterStats.counters_LF`: tokens routed; those of them in the histogram; those left out of it because a
@@ -302,7 +309,7 @@ class LayerStats:
         counters[0] += tokens if mask_T is None else mask_T.sum()
         if cutoff_T is None:
             return
-        if scores_TE.device.type == "cpu" and mask_T is None and tokens:
+        if may_read(scores_TE) and mask_T is None and tokens:
             low, high = (float(value) for value in scores_TE.aminmax())
             if low > saturation_below and high < 1.0:  # one pass settles the usual batch; false if there is a NaN
                 counters[1] += tokens
@@ -328,7 +335,7 @@ class LayerStats:
         """
         edges_2, fresh_2 = self.edges_2, histogram_edges(bias_E.to(torch.float32), self.owner.bins)
         empty = self.counters_F[1] == 0
-        if edges_2.device.type == "cpu" and not torch.equal(edges_2, fresh_2):
+        if may_read(edges_2) and not torch.equal(edges_2, fresh_2):
             if not bool(fresh_2.isfinite().all()):
                 raise ValueError("bias_E: found a non-finite value, need finite biases")
             if empty:
@@ -338,5 +345,5 @@ class LayerStats:
                 f"bias_E: found one whose histogram has (lower end, width) {fresh_2.tolist()}, need that of the bias "
                 f"this window was opened with, {edges_2.tolist()}: a bias may change only after zero_()"
             )
-        if edges_2.device.type != "cpu":
+        if not may_read(edges_2):
             edges_2.copy_(torch.where(empty, fresh_2, edges_2))
