@@ -233,9 +233,9 @@ def balanced_assignment(scores_TE: Tensor, k: int, iterations: int = 100) -> tup
     """Oracle: the alternating solver of the assignment problem (K3 report, appendix C, algorithm 1), in fp64.
 
     Maximise the sum of chosen scores with k experts a token and m k / E tokens an expert. The dual is minimised over
-    the tokens' multipliers (the cutoffs) and the experts' (minus the bias) in turn. Each minimum is an interval, between
-    two neighbouring order statistics; its middle is taken, as the ends that a training step takes stall above the
-    optimum (README.md). Loads that are all equal prove the optimum; otherwise the most even iterate is returned.
+    the tokens' multipliers (the cutoffs) and the experts' (minus the bias) in turn. Each minimum is an interval
+    between two neighbouring order statistics; its middle is taken, as the ends that a training step takes stall above
+    the optimum (README.md). Loads that are all equal prove the optimum; otherwise the most even iterate is returned.
 
     Args:
         scores_TE: ``[T, E]`` finite scores of any range, T >= 1.

@@ -1,4 +1,4 @@
-"""The definitions, token by token in plain Python: obviously right, slow, any dtype. Tests hold the rest against them."""
+"""The definitions, token by token in plain Python: obviously right, slow, any dtype. Tests compare against them."""
 
 from __future__ import annotations
 
