@@ -16,6 +16,7 @@ ARGS ?=
 VENV ?= .venv
 TORCH ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 BIN := $(VENV)/bin
+BENCH ?= benchmarks/import_time.py $(wildcard benchmarks/*_cpu.py) $(if $(filter cuda,$(TORCH)),benchmarks/kda.py)
 
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 # The Triton kernels run in its interpreter on a CPU (Linux only). A CUDA build of torch brings its own release.
@@ -69,7 +70,7 @@ coverage: $(DEV)
 	$(PYTEST) -m 'not slow and not gpu' --cov=trine --cov-report=term-missing:skip-covered $(ARGS)
 
 bench: $(VENV)/.bench-$(TORCH)
-	set -e; for script in benchmarks/[!_]*.py; do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+	for script in $(BENCH); do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage build dist

@@ -1,6 +1,6 @@
 """What `import trine` and `trine --help` cost. Budgets: 0.2 s on top of `import torch`, and 0.5 s for the help.
 
-    python benchmarks/import_time.py [--allow-busy] [--write]
+    python benchmarks/import_time.py [--allow-busy] [--dry-run]
 
 Every entry runs in a process of its own, in turn, and the best of the repeats counts: start-up is made of disk reads
 and of one thread's work, so whatever disturbs it only adds.
@@ -28,7 +28,7 @@ def main() -> None:
     """Time all entries and print, or keep, the records."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--allow-busy", action="store_true", help="keep numbers of a busy machine, marked as such")
-    parser.add_argument("--write", action="store_true", help="put the records into benchmarks/results")
+    parser.add_argument("--dry-run", action="store_true", help="print only")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     quiet = require_quiet(1, options.allow_busy)
@@ -47,7 +47,7 @@ def main() -> None:
     for case in ("import torch, trine", "import trine.ops.kda"):
         print(f"{case}: {timings[case].best_ms - torch_alone:+.0f} ms on top of torch (budget 200)")
     print(f"trine --help: {timings['trine --help'].best_ms:.0f} ms (budget 500)")
-    if options.write:
+    if not options.dry_run:
         print(write_records("import_time", records, packages=("tyro",)))
 
 
