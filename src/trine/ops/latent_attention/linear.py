@@ -93,4 +93,6 @@ class _HeadLinear(torch.autograd.Function):
 
 def head_linear(x: Tensor, weight_HOK: Tensor, block: int = 256) -> Tensor:
     """``y_THO``: ``weight[h] x[t, h]`` for x [T, H, K], ``weight[h] x[t]`` for x [T, K]; ``block`` rows at a time."""
-    return _HeadLinear.apply(x.contiguous(), weight_HOK.contiguous(), block)
+    # Rows of a wider tensor are read where they lie; only their channels must be adjacent.
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return _HeadLinear.apply(x, weight_HOK.contiguous(), block)
