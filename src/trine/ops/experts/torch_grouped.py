@@ -188,11 +188,11 @@ def weighted_situ(gate_SF: Tensor, up_SF: Tensor, weight_S: Tensor, beta: float,
     """w * situ_glu(gate, up) (K3 report Eq. 12), row by row; computed in fp32 or fp64, stored as ``gate_SF``."""
     out_SF = torch.empty_like(gate_SF)
     rows = _rows_a_chunk(gate_SF)
-    chunks = (tensor.split(rows) for tensor in (gate_SF, up_SF, weight_S, out_SF))
-    for gate, up, weight, out in zip(*chunks, strict=True):
+    factor_S1 = _wide(weight_S)[:, None] * (beta * linear_beta)
+    for gate, up, factor, out in zip(*(x.split(rows) for x in (gate_SF, up_SF, factor_S1, out_SF)), strict=True):
         gate, up = _wide(gate), _wide(up)
-        value = (gate / beta).tanh_().mul_(torch.sigmoid(gate)).mul_((up / linear_beta).tanh_())
-        torch.mul(value, weight[:, None].to(value.dtype) * (beta * linear_beta), out=out)
+        value = (gate * (1 / beta)).tanh_().mul_(torch.sigmoid(gate)).mul_((up * (1 / linear_beta)).tanh_())
+        torch.mul(value, factor, out=out)
     return out_SF
 
 
@@ -201,32 +201,30 @@ def weighted_situ_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `weighted_situ`, and its value again, as nothing of it was stored.
 
-    With t = tanh(gate / beta), s = sigmoid(gate), v = tanh(up / linear_beta): the value is w beta t s linear_beta v,
-    its slope in gate w linear_beta v s (1 - t^2 + beta t (1 - s)), in up w beta t s (1 - v^2).
+    With t = tanh(gate / beta), s = sigmoid(gate), v = tanh(up / linear_beta), c = w beta linear_beta: the value is
+    c t s v, its slope in gate c v s ((1 - t^2) / beta + t (1 - s)), in up c t s (1 - v^2) / linear_beta.
 
     Returns:
         d gate ``[S, F]``, d up ``[S, F]``, d weight ``[S]``, w * situ_glu ``[S, F]``.
     """
     dgate_SF, dup_SF, value_SF = torch.empty_like(gate_SF), torch.empty_like(gate_SF), torch.empty_like(gate_SF)
-    dweight_S = torch.empty_like(weight_S)
+    dfactor_S = _wide(weight_S).new_empty(weight_S.shape)
     rows = _rows_a_chunk(gate_SF)
-    results = (dgate_SF, dup_SF, dweight_S, value_SF)
-    chunks = (tensor.split(rows) for tensor in (gate_SF, up_SF, weight_S, grad_SF, *results))
-    for gate, up, weight, grad, dgate, dup, dweight, value in zip(*chunks, strict=True):
+    factor_S1 = _wide(weight_S)[:, None] * (beta * linear_beta)
+    inputs, results = (gate_SF, up_SF, factor_S1, grad_SF), (dgate_SF, dup_SF, dfactor_S, value_SF)
+    chunks = (tensor.split(rows) for tensor in (*inputs, *results))
+    for gate, up, factor, grad, dgate, dup, dfactor, value in zip(*chunks, strict=True):
         gate, up, grad = _wide(gate), _wide(up), _wide(grad)
-        weight_N1 = weight[:, None].to(gate.dtype)
-        t = torch.tanh(gate / beta)
-        s = torch.sigmoid(gate)
-        v = (up / linear_beta).tanh_()
-        gate_branch = (t * s).mul_(beta)
-        activation = (gate_branch * v).mul_(linear_beta)
-        dweight.copy_((grad * activation).sum(1))
-        torch.mul(activation, weight_N1, out=value)
-        grad = grad * weight_N1
-        slope = (1.0 - s).mul_(beta).sub_(t).mul_(t).add_(1.0).mul_(s)
-        torch.mul(slope.mul_(v).mul_(grad), linear_beta, out=dgate)
-        torch.mul(v.square_().neg_().add_(1.0).mul_(gate_branch), grad, out=dup)
-    return dgate_SF, dup_SF, dweight_S, value_SF
+        t, s, v = (gate * (1 / beta)).tanh_(), torch.sigmoid(gate), (up * (1 / linear_beta)).tanh_()
+        ts = t * s
+        tsv = ts * v
+        torch.sum(grad * tsv, 1, out=dfactor)
+        torch.mul(tsv, factor, out=value)
+        grad = grad * factor
+        slope = torch.sub(t, ts).addcmul_(t, t, value=-1 / beta).add_(1 / beta).mul_(s).mul_(v)
+        torch.mul(slope, grad, out=dgate)
+        torch.mul(ts.addcmul_(tsv, v, value=-1.0), grad.mul_(1 / linear_beta), out=dup)
+    return dgate_SF, dup_SF, dfactor_S.mul_(beta * linear_beta).to(weight_S.dtype), value_SF
 
 
 def _forward(
