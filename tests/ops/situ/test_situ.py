@@ -27,7 +27,7 @@ def test_value_and_gradients_match_the_definition(shape: tuple[int, ...], size: 
     exact = forward_backward(gate.double(), up.double(), dy.double(), backend="reference")
     for name, a, b in zip(["y", "dgate", "dup"], got, exact, strict=True):
         assert a.shape == b.shape and a.dtype == dtype
-        # A saturated branch has slope 1 - t^2: what is left of 1 is measured against the 1 (times dy), not against itself.
+        # A saturated branch has slope 1 - t^2: what is left of 1 is measured against the 1 (times dy), not itself.
         size_of_terms = float(b.norm()) if name == "y" else max(float(b.norm()), float(dy.norm()))
         assert float((a - b).norm()) <= TOLERANCE[dtype] * size_of_terms, name
 
