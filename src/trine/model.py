@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Self
@@ -172,6 +173,21 @@ class Model(nn.Module):
         hidden_TD = self(batch.tokens_T, batch.cu_seqlens_N1, mask_T=batch.mask_T)
         return linear_cross_entropy(hidden_TD, self.head.weight, batch.targets_T, batch.weights_T)
 
+    def replica(self) -> Model:
+        """The same model for another thread: parameters and router bias are shared, what routers count is its own."""
+        stats = RouterStats.allocate(
+            *(self.router_stats.layers, self.config.experts, self.router_stats.bins), device=self.router_stats.device
+        )
+        stats.bias_LE, stats.edges_L2 = self.router_stats.bias_LE, self.router_stats.edges_L2
+        shared: dict[int, Any] = {id(p): p for p in self.parameters()}
+        shared[id(self.router_stats)] = stats
+        for index, moe in enumerate(self._moes()):
+            shared[id(moe.stats)] = stats.layer(index)
+        return copy.deepcopy(self, shared)
+
+    def _moes(self) -> list[LatentMoE]:
+        return [module for module in self.modules() if isinstance(module, LatentMoE)]
+
     def _run(self, branch: Callable[..., Any], layer: nn.Module, *args: Any) -> Any:
         if not (self.recompute and self.training and torch.is_grad_enabled()):
             return branch(*args)
@@ -182,7 +198,7 @@ class Model(nn.Module):
         )
 
     def _bind_router_stats(self, device: torch.device) -> None:
-        moes = [m for m in self.modules() if isinstance(m, LatentMoE)]
+        moes = self._moes()
         self.router_stats = RouterStats.allocate(len(moes), self.config.experts, device=device)
         for index, moe in enumerate(moes):
             moe.stats = self.router_stats.layer(index)

@@ -91,6 +91,7 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
             callbacks=_callbacks(config, console, callbacks),
             keep=config.keep,
             identity={"config": config_hash(config), "data": shards.hash},
+            workers=settings["threads"],
         )
         if config.resume:
             resumed = trainer.resume()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 # Parameters of glibc's mallopt(3), from malloc.h.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _INT_MAX = 2**31 - 1
 _TOP_PAD = 64 << 20  # bytes the heap grows by at a time
 
@@ -37,7 +37,8 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     # The largest threshold glibc accepts for M_MMAP_THRESHOLD is 32 MiB, so mapping is turned off by its count instead.
-    wanted = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _INT_MAX), (_M_TOP_PAD, _TOP_PAD))
+    # One arena for all threads: memory that one frees serves the others.
+    wanted = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _INT_MAX), (_M_TOP_PAD, _TOP_PAD), (_M_ARENA_MAX, 1))
     done = [mallopt(name, value) == 1 for name, value in wanted]
     return all(done)
 

@@ -147,6 +147,11 @@ class Optimizers:
             one["base_lr"] = one["lr"]
         self._names = {master: name for name, master in self._masters.items()}
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether some parameters are of 16 bits, so that gradients are added up elsewhere than in ``.grad``."""
+        return bool(self._copies)
+
     def set_factor(self, factor: float) -> None:
         """Set every rate to its peak times ``factor``."""
         for group in self._groups:

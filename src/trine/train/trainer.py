@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trine._log import logger
 from trine.balance import BalancePolicy, WindowLoads
 from trine.data import IGNORE_INDEX, Batch
+from trine.model import Model
 from trine.ops.router import RouterStats
 from trine.train import checkpoint
 from trine.train.callbacks import Callback
@@ -29,6 +30,7 @@ from trine.train.metrics import StepRecord, bits_per_byte, load_figures
 from trine.train.optimizers import Optimizers, first_non_finite
 from trine.train.run_folder import RunFolder
 from trine.train.schedule import Plan, Schedule, StageSpan
+from trine.train.workers import Workers
 
 NON_FINITE_LIMIT = 3  # steps in a row without an update that end a run
 
@@ -62,6 +64,7 @@ class Trainer:
         callbacks: see `Callback`.
         keep: newest checkpoints that are kept.
         identity: stored in checkpoints (hashes of configuration and data); a checkpoint with another one is refused.
+        workers: micro-batches computed at the same time, each by one thread (float32 models on a CPU).
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         keep: int = 2,
         identity: Mapping[str, str] | None = None,
+        workers: int = 1,
     ) -> None:
         names = [callback.name for callback in callbacks]
         if len(set(names)) != len(names):
@@ -91,6 +95,8 @@ class Trainer:
         self.non_finite_in_row = 0
         self._batches = batches
         self._device = next(model.parameters()).device
+        parallel = workers > 1 and self._device.type == "cpu" and isinstance(model, Model)
+        self._workers = Workers(model, workers) if parallel and not self.optimizers.has_masters else None
         self._signal: int | None = None
         self._window: dict[str, Any] | None = None  # router statistics and random numbers at the window's beginning
 
@@ -155,6 +161,8 @@ class Trainer:
 
     def _accumulate(self, batches: Sequence[Batch], weight: float) -> list[Tensor]:
         """Gradients of the step's objective into the optimizers; returns the loss sum of each micro-batch."""
+        if self._workers is not None and len(batches) > 1:
+            return self._workers.accumulate(batches, weight, self._heed_signals)
         losses = []
         for batch in batches:
             self._heed_signals()
