@@ -1,9 +1,10 @@
-"""The backward pass of bounded-decay KDA on a GPU: four launches, nothing saved but the inputs and the output.
+"""The backward pass of bounded-decay KDA on a GPU: five launches, nothing saved but the inputs and the output.
 
 1. ``prepare_kernel`` (chunk, head): factors W, Q+, K-, A, P of each 32-token chunk from the raw inputs.
 2. ``scan_kernel``: state scan and reverse scan as two halves of one grid; they need nothing of each other.
-3. ``gradient_kernel`` (chunk, head, channel block): every gradient, through L2 norm, gate and beta.
-4. ``finish_kernel``: ordered sums over chunks for dt_bias and A_log, over channel blocks for beta. No atomics.
+3. ``pair_kernel`` (chunk, head): gradients of the 32x32 matrices and sums over value columns.
+4. ``gradient_kernel`` (chunk, head, channel block): dq, dk, dgate through L2 norm and gate.
+5. ``finish_kernel``: ordered sums over chunks for dt_bias and A_log, over channel blocks for beta. No atomics.
 
 The mathematics stands in the operator's README and in the kernels' docstrings.
 """
@@ -18,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trine.ops.kda.triton_backward_gradients import finish_kernel, gradient_kernel
+from trine.ops.kda.triton_backward_gradients import gradient_kernel
+from trine.ops.kda.triton_backward_pairs import finish_kernel, pair_kernel
 from trine.ops.kda.triton_backward_prepare import prepare_kernel
 from trine.ops.kda.triton_backward_scan import scan_kernel
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
@@ -27,6 +29,7 @@ from trine.ops.kda.triton_prepare import even_rows
 CHUNK = 32
 PREPARE = Kernel(prepare_kernel)
 SCAN = Kernel(scan_kernel)
+PAIRS = Kernel(pair_kernel)
 GRADIENT = Kernel(gradient_kernel)
 FINISH = Kernel(finish_kernel)
 
@@ -62,8 +65,10 @@ class BackwardConfig:
     scan_block: int
     gradient_block: int
     gradient_values: int
+    pair_values: int
     prepare: Options
     scan: Options
+    pairs: Options
     gradient: Options
 
 
@@ -76,10 +81,10 @@ def choose_backward(dtype: torch.dtype, K: int, V: int) -> BackwardConfig:
     """The committed launch parameters on Hopper for inputs of ``dtype`` and head sizes K, V up to 256."""
     key, value = _padded(K), _padded(V)
     if dtype == torch.float32:
-        blocks = (min(32, key), min(32, value), min(32, key), min(32, value))
+        blocks = (min(32, key), min(32, value), min(64, key), 32, 32)
         slow = Options(num_warps=4)
-        return BackwardConfig(torch.float32, key, value, *blocks, slow, slow, slow)
-    blocks = (min(64, key), min(64 if key <= 128 else 32, value), min(64, key), 32)
+        return BackwardConfig(torch.float32, key, value, *blocks, slow, slow, slow, slow)
+    blocks = (min(64, key), min(64 if key <= 128 else 32, value), min(64, key), 32, 32)
     return BackwardConfig(
         torch.bfloat16,
         key,
@@ -87,6 +92,7 @@ def choose_backward(dtype: torch.dtype, K: int, V: int) -> BackwardConfig:
         *blocks,
         prepare=Options(num_warps=4),
         scan=Options(num_warps=4, num_stages=3 if key <= 128 else 2),
+        pairs=Options(num_warps=4, num_stages=2),
         gradient=Options(num_warps=4, num_stages=3),
     )
 
@@ -110,8 +116,8 @@ class _Form:
 
 
 @cache
-def variants(config: BackwardConfig, form: _Form) -> tuple[Variant, Variant, Variant, Variant]:
-    """The compiled forms of the four kernels, in launch order."""
+def variants(config: BackwardConfig, form: _Form) -> tuple[Variant, Variant, Variant, Variant, Variant]:
+    """The compiled forms of the five kernels, in launch order."""
     q, k, v, gate, beta, output, d_output = ("*" + type_name(dtype) for dtype in form.dtypes)
     x, f, index = "*" + type_name(config.operand), "*fp32", "*" + type_name(form.index or torch.int32)
     operand, packed = TRITON_TYPES[config.operand], form.index is not None
@@ -129,12 +135,21 @@ def variants(config: BackwardConfig, form: _Form) -> tuple[Variant, Variant, Var
         (form.K, form.V, key, value, config.scan_block, operand, form.initial, form.final, packed),
         config.scan,
     )
+    pairs = Variant(
+        (v, beta, d_output, output, index, x, v, x, x, f, *["i32"] * 5, *["fp32"] * 2),
+        (form.V, value, min(config.pair_values, value), operand, form.logit, packed, form.fast),
+        config.pairs,
+    )
     gradient = Variant(
         (
-            *(q, k, v, gate, beta, d_output, output, f, f, index, f, x, x, x, v, dq, dq, gate, f, f, f, f),
-            *(*["i32"] * 7, *["fp32"] * 6),
+            *(q, k, gate, d_output, f, f, index, f, f, x, x, x, x, x, v, dq, dq, gate, f, f, f, f),
+            *(*["i32"] * 6, *["fp32"] * 5),
         ),
-        (form.K, form.V, key, value, config.gradient_block, config.gradient_values, operand, *flags),
+        (
+            *(form.K, form.V, key, value, config.gradient_block, config.gradient_values),
+            *(-6e4 if form.dtypes[3] == torch.float16 else -1e30, operand),
+            *(form.norm, form.rate, form.bias, packed, form.fast),
+        ),
         config.gradient,
     )
     blocks = key // config.gradient_block
@@ -143,7 +158,7 @@ def variants(config: BackwardConfig, form: _Form) -> tuple[Variant, Variant, Var
         (form.K, key, blocks, 256, form.logit, form.rate, form.bias, packed, form.fast),
         Options(num_warps=4),
     )
-    return prepare, scan, gradient, finish
+    return prepare, scan, pairs, gradient, finish
 
 
 def kda_backward(
@@ -214,7 +229,7 @@ def kda_backward(
         None if cu is None else cu.dtype, K, V, qk_norm, beta_is_logit, rate is not None, bias is not None,
         state is not None, d_final is not None, HV != H, device.type == "cuda",
     )  # fmt: skip
-    prepare, scan, gradient, finish = variants(config, form)
+    prepare, scan, pairs, gradient, finish = variants(config, form)
     decay_scale = lower_bound * math.log2(math.e)
     anchor = round(-decay_scale * CHUNK / 2)
     powers = (decay_scale, float(anchor), 2.0**-anchor, beta_max)
@@ -244,20 +259,29 @@ def kda_backward(
         device,
     )
     del w, q_plus, k_minus, a, p, decay  # the allocator gives their memory to the gradients
+    top = 120 - anchor - (0 if qk_norm else 8)
+    dp, dm = (empty(slots, HV, CHUNK, CHUNK, dtype=operand) for _ in range(2))
+    rows = empty(slots, HV, 5, CHUNK)
+    PAIRS.launch(
+        slots * HV,
+        (
+            *(v, beta, d_output, output, cu, values, dv, dp, dm, rows),
+            *(T, N, HV, VP // min(config.pair_values, VP), top, scale, beta_max),
+        ),
+        pairs,
+        device,
+    )
     blocks = KP // config.gradient_block
     dq = empty(B, T, HV, K, dtype=torch.float32 if HV != H else q.dtype)
     dk, dgate, dbeta = torch.empty_like(dq), torch.empty_like(gate), torch.empty_like(beta)
-    scratch = empty(slots, HV, blocks, 4 * CHUNK + config.gradient_block)
-    beta_parts, bias_parts, rate_parts = (
-        empty(slots, HV, blocks, CHUNK), empty(slots, HV, KP), empty(slots, HV, blocks)
-    )  # fmt: skip
-    top = 120 - anchor - (0 if qk_norm else 8)
+    scratch, beta_parts = empty(slots, HV, KP), empty(slots, HV, blocks, CHUNK)
+    bias_parts, rate_parts = empty(slots, HV, KP), empty(slots, HV, blocks)
     GRADIENT.launch(
         slots * HV * blocks,
         (
-            *(q, k, v, gate, beta, d_output, output, rate, bias, cu, norms, states, d_states, values, dv),
+            *(q, k, gate, d_output, rate, bias, cu, norms, rows, dp, dm, states, d_states, values, dv),
             *(dq, dk, dgate, scratch, beta_parts, bias_parts, rate_parts),
-            *(T, N, HV, HV // H, blocks, VP // config.gradient_values, top, scale, lower_bound, *powers),
+            *(T, N, HV, HV // H, blocks, VP // config.gradient_values, scale, lower_bound, *powers[:3]),
         ),
         gradient,
         device,

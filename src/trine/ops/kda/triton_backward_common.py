@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 CHUNK: tl.constexpr = tl.constexpr(32)
-"""Tokens a chunk. At |log decay| <= 5 a 32-token span is 231 binary digits, which fits fp32 around a constant anchor."""
+"""Tokens a chunk. At |log decay| <= 5 its span is 231 binary digits, which fits fp32 around a constant anchor."""
 
 
 @triton.jit
@@ -74,21 +74,38 @@ def exp2(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x)) in fp32."""
-    denominator = 1.0 + exp2(-1.4426950408889634 * x, FAST)
+def logistic(z, FAST: tl.constexpr):
+    """1 / (1 + 2^z) in fp32: sigmoid(x) for z = -log2(e) x."""
     if FAST:
         return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + exp2(z, FAST)], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return 1.0 / denominator
+        return 1.0 / (1.0 + exp2(z, FAST))
+
+
+@triton.jit
+def load_beta(beta, at, exists, beta_max, BETA_LOGIT: tl.constexpr, FAST: tl.constexpr):
+    """Write strength of 32 tokens: ``(b, 1 - sigmoid)``; 0 in missing rows.
+
+    Strengths are kept at least 2^-24 from zero, the last bit that fp32 shows beside a strength of 1, so that a gradient
+    may divide by them.
+    """
+    raw = tl.load(beta + at, mask=exists, other=0.0).to(tl.float32)
+    least: tl.constexpr = 5.960464477539063e-08
+    if BETA_LOGIT:
+        slope = 1.0 - logistic(raw * -1.4426950408889634, FAST)
+        b = beta_max * logistic(raw * -1.4426950408889634, FAST)
+    else:
+        slope = raw * 0.0 + 1.0
+        b = raw
+    return tl.where(exists, tl.where((b >= 0) & (b < least), least, b), 0.0), slope
 
 
 @triton.jit
 def product(a, b, acc, DT: tl.constexpr):
     """``acc + a @ b`` with fp32 accumulation; fp32 operands keep fp32-like accuracy (three tf32 products)."""
-    if DT == tl.float32:
+    if tl.float32 == DT:
         return tl.dot(a, b, acc, input_precision="tf32x3")
     else:
         return tl.dot(a, b, acc)
@@ -101,7 +118,7 @@ def spread(x, identity, acc, DT: tl.constexpr):
     It brings the tile into the layout of the products around it, and to fp32, exactly and for fewer instructions than a
     conversion; and it keeps the compiler from computing what follows in two layouts. fp32 tiles are simply added.
     """
-    if DT == tl.float32:
+    if tl.float32 == DT:
         return acc + x.to(tl.float32)
     else:
         return tl.dot(identity.to(x.dtype), x, acc)
@@ -114,12 +131,32 @@ def triangular_sum(ones, x, acc, DT: tl.constexpr):
     16-bit operands take x as two parts, so 16 of its bits enter; a scan over rows would cost four times as many
     instructions because its operands change lanes at every step.
     """
-    if DT == tl.float32:
+    if tl.float32 == DT:
         return tl.dot(ones.to(tl.float32), x, acc, input_precision="tf32x3")
     else:
         high = x.to(DT)
         low = (x - high.to(tl.float32)).to(DT)
         return tl.dot(ones.to(DT), low, tl.dot(ones.to(DT), high, acc))
+
+
+@triton.jit
+def turn(x, identity, acc, DT: tl.constexpr):
+    """``acc + x^T`` for a loaded 16-bit tile x ``[tokens, channels]``, as a product with the identity; see ``spread``."""
+    if tl.float32 == DT:
+        return acc + tl.trans(x.to(tl.float32))
+    else:
+        return tl.dot(tl.trans(x), identity.to(x.dtype), acc)
+
+
+@triton.jit
+def token_sum(x, ones, acc, DT: tl.constexpr):
+    """``acc + x @ ones`` for a 0/1 matrix over tokens: ``triangular_sum`` for tiles ``[channels, tokens]``."""
+    if tl.float32 == DT:
+        return tl.dot(x, ones.to(tl.float32), acc, input_precision="tf32x3")
+    else:
+        high = x.to(DT)
+        low = (x - high.to(tl.float32)).to(DT)
+        return tl.dot(low, ones.to(DT), tl.dot(high, ones.to(DT), acc))
 
 
 @triton.jit

@@ -6,7 +6,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trine.ops.kda.triton_backward_common import CHUNK, exp2, locate, product, sigmoid, spread, triangular_sum
+from trine.ops.kda.triton_backward_common import (
+    CHUNK,
+    exp2,
+    load_beta,
+    locate,
+    logistic,
+    product,
+    spread,
+    triangular_sum,
+)
 
 
 @triton.jit
@@ -49,30 +58,12 @@ def unit_lower_inverse(m, scratch, DT: tl.constexpr):
     tl.store(out + 56, x7)
     tl.debug_barrier()
     x = tl.load(scratch + 256 + place, mask=near, other=0.0)
-    precision: tl.constexpr = "tf32x3" if DT == tl.float32 else "tf32"
+    precision: tl.constexpr = "tf32x3" if tl.float32 == DT else "tf32"
     off = tl.where(((i // 16) == (j // 16)) & ((i // 8) != (j // 8)), m, 0.0)
     x -= tl.dot(x, tl.dot(off, x, input_precision=precision), input_precision=precision)
     off = tl.where((i // 16) != (j // 16), m, 0.0)
     x -= tl.dot(x, tl.dot(off, x, input_precision=precision), input_precision=precision)
     return x
-
-
-@triton.jit
-def load_beta(beta, at, exists, beta_max, BETA_LOGIT: tl.constexpr, FAST: tl.constexpr):
-    """Write strength of 32 tokens: ``(b, 1 - sigmoid)``; 0 in missing rows.
-
-    Strengths are kept at least 2^-24 from zero, the last bit that fp32 shows beside a strength of 1, so that a gradient may
-    divide by them.
-    """
-    raw = tl.load(beta + at, mask=exists, other=0.0).to(tl.float32)
-    least: tl.constexpr = 5.960464477539063e-08
-    if BETA_LOGIT:
-        slope = 1.0 - sigmoid(raw, FAST)
-        b = beta_max * sigmoid(raw, FAST)
-    else:
-        slope = raw * 0.0 + 1.0
-        b = raw
-    return tl.where(exists, tl.where((b >= 0) & (b < least), least, b), 0.0), slope
 
 
 @triton.jit
@@ -113,7 +104,7 @@ def prepare_kernel(
     PACKED: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """W, Q+, K- ``[slot, head, 32, KP]``, A diag(beta), P ``[slot, head, 32, 32]``, total decay and row norms of a chunk.
+    """W, Q+, K- ``[slot, head, 32, KP]``, A diag(beta), P ``[slot, head, 32, 32]``, decay and row norms of a chunk.
 
     One program a (slot, value head). ``scratch`` is w_out seen as fp32, SCRATCH numbers a program: the inverse works in the
     memory that W takes last.
@@ -167,7 +158,7 @@ def prepare_kernel(
         if HAS_BIAS:
             x += tl.load(dt_bias + head * K + d, mask=d < K, other=0.0)[None, :]
         x = spread(tl.load(gate + gate_row[:, None] + d[None, :], mask=there, other=0.0), diagonal, x, DT)
-        g = tl.where(exists[:, None], decay_scale * sigmoid(rate * x, FAST), 0.0)
+        g = tl.where(exists[:, None], decay_scale * logistic(x * (rate * -1.4426950408889634), FAST), 0.0)
         total = tl.sum(g, 0)
         tl.store(decay_out + at * KP + d, exp2(total, FAST))
         summed = triangular_sum(lower, g, zero + anchor, DT)
