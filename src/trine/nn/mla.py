@@ -63,7 +63,7 @@ class GatedMLA(nn.Module):
             *(q_THC[None], latent_TR[None], shared_TS[None], up_HCR[:, : self.head_dim], up_HCR[:, self.head_dim :]),
             cu_seqlens=cu_seqlens_N1,
             past=past,
-            form="absorbed" if step else "expanded",
+            form="absorbed" if step else "auto",
         )
         o_TC = o_BTHV[0].flatten(-2)  # float32, as the report keeps it in training
         if self.gate_proj is not None:
