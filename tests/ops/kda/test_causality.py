@@ -67,9 +67,9 @@ def test_a_later_edit_changes_no_bit(lab: SimpleNamespace, threads: int, kind: s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [1, 15, 16, 22, 47])
-def test_appended_tokens_change_no_bit(lab: SimpleNamespace, threads: int, kind: str, tokens: int) -> None:
-    long = draw(lab, 150, kind, heads=3)
+@pytest.mark.parametrize(("tokens", "key"), [(1, 20), (15, 20), (16, 20), (22, 60), (47, 20), (47, 130)])
+def test_appended_tokens_change_no_bit(lab: SimpleNamespace, threads: int, kind: str, tokens: int, key: int) -> None:
+    long = draw(lab, 150, kind, heads=3, key=key, value=key - 4)
     weights = torch.randn(long["v"].shape)
 
     def cut(end: int) -> dict[str, Tensor]:

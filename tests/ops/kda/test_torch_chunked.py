@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trine.ops.kda import kda, kda_reference
+from trine.ops.kda.chunk import tiles_in_chunk
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 REGIMES = (
@@ -55,6 +56,30 @@ def test_packed_documents_equal_the_definition(lab: SimpleNamespace, lengths: tu
     inputs = lab.draw(sum(lengths), sequences=len(lengths), key=8, value=5)
     for dtype, index in zip(DTYPES, (torch.int32, torch.int64), strict=True):
         lab.check(kda, inputs, dtype, cu_seqlens=lab.cu(*lengths, dtype=index), gate_kind=kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["bounded", "log_decay"])
+@pytest.mark.parametrize("split", [2, 4])
+@pytest.mark.parametrize("lengths", [(5, 65, 0, 33, 130), (64, 64, 64)])
+def test_chunks_of_several_tiles(
+    lab: SimpleNamespace,
+    split: int,
+    lengths: tuple[int, ...],
+    kind: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trine.ops.kda.tiles_in_chunk", lambda key, value: split)
+    inputs = lab.draw(sum(lengths), sequences=len(lengths), key=9, value=5)
+    if kind == "log_decay":
+        del inputs["A_log"], inputs["dt_bias"]
+        inputs["gate"] = -inputs["gate"].exp()
+    lab.check(kda, inputs, dtype, cu_seqlens=lab.cu(*lengths), gate_kind=kind)
+
+
+def test_chunks_grow_with_the_state_only() -> None:
+    assert [tiles_in_chunk(*sizes) for sizes in ((32, 32), (64, 64), (60, 36), (128, 128))] == [1, 2, 2, 4]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trine.ops._backend import pick
 from trine.ops.kda._checks import PLANS, TILE, check_inputs
+from trine.ops.kda.chunk import tiles_in_chunk
 from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype
 from trine.ops.kda.layout import make_layout
 from trine.ops.kda.pairwise import kda_pairwise
@@ -236,7 +237,7 @@ def _run_torch(
         dt_bias,
         initial_state,
     )
-    layout = make_layout(lengths, q.device)
+    layout = make_layout(lengths, tiles_in_chunk(channels, values), q.device)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         out, final = ChunkedKDA.apply(*tensors, len(lengths), layout, options)
     else:

@@ -1,8 +1,9 @@
-"""The sequential part of the chunked form: the state's way through the tiles, there and back.
+"""The sequential part of the chunked form: the state's way through the chunks, there and back.
 
-Buffers are flat, ``[tiles * H, ...]`` in the order of ``Layout``: the tiles of one step lie side by side, the sequences
-that are still active are a prefix of those of the step before. Every operation writes in place into a contiguous piece,
-because batched products with a strided result leave the fast path.
+Buffers are flat, ``[chunks * H, ...]`` in the order of ``Layout``: the chunks of one step lie side by side, the
+sequences that are still active are a prefix of those of the step before. Every operation writes in place into a
+contiguous piece, because batched products with a strided result leave the fast path. C is the number of rows of a
+chunk.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from trine.ops.kda._checks import TILE
 from trine.ops.kda.layout import Layout
 
 RING_BYTES = 1 << 20  # gradients of states kept at once in the reverse scan: small enough to stay in a cache
 
 
-def unit_lower_inverse(M: Tensor, out: Tensor) -> Tensor:
+def unit_lower_inverse(M: Tensor) -> Tensor:
     """(I + M)^-1 by forward substitution, M being the strictly lower part of ``[tiles, 16, 16]``; the rest is not read.
 
     The tiles are the last axis while it works, so each of the 15 elimination steps is one operation over all tiles.
@@ -28,7 +30,7 @@ def unit_lower_inverse(M: Tensor, out: Tensor) -> Tensor:
     x.diagonal(dim1=0, dim2=1).fill_(1.0)
     for j in range(size - 1):
         x[j + 1 :, : j + 1].addcmul_(m[j + 1 :, j : j + 1], x[j : j + 1, : j + 1], value=-1.0)
-    return out.copy_(x.view(size * size, tiles).t().contiguous().view(tiles, size, size))
+    return x.view(size * size, tiles).t().contiguous().view(tiles, size, size)
 
 
 def running_sum_(x: Tensor, reverse: bool = False) -> Tensor:
@@ -55,32 +57,32 @@ def scan(
     heads: int,
     reads: Tensor,
     decay: Tensor,
-    writes: Tensor,
+    R: Tensor,
     v: Tensor,
     state: Tensor,
     unshift: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Run the state through the tiles: ``e = v - k~ S / c`` and ``S <- D S + R^T e``.
+    """Run the state through the chunks: ``e = v - k~ S / c`` and ``S <- D S + R^T e``.
 
     Args:
-        layout: the tiles.
+        layout: the chunks.
         heads: H.
-        reads: [q~; k~] ``[tiles * H, 32, K]``.
-        decay: D ``[tiles * H, K, 1]``.
-        writes: R^T ``[tiles * H, K, 16]``.
-        v: values ``[*grid, H, 16, V]``, any strides.
+        reads: [q~; k~] tile by tile ``[chunks * H, 2 C, K]``.
+        decay: D ``[chunks * H, K, 1]``.
+        R: ``[chunks * H, C, K]``.
+        v: values ``[*grid, H, split, 16, V]``, any strides.
         state: states that enter the member sequences, ``[n * H, K, V]``.
         unshift: 1 / c.
-        keep: keep the states between tiles for the backward pass.
+        keep: keep the states between chunks for the backward pass.
 
     Returns:
-        What the state predicts, [q~; k~] S ``[tiles * H, 32, V]``; the errors e ``[tiles * H, 16, V]``; slots
-        ``[(n + tiles) * H, K, V]``: the entering states, then the state that leaves each tile (None unless ``keep``);
+        What the state predicts, ``reads @ S`` ``[chunks * H, 2 C, V]``; the errors e ``[chunks * H, C, V]``; slots
+        ``[(n + chunks) * H, K, V]``: the entering states, then the state that leaves each chunk (None unless ``keep``);
         and the last state of every member sequence ``[n * H, K, V]``.
     """
-    half, values = reads.shape[1] // 2, state.shape[-1]
-    predicted, e = state.new_empty(*reads.shape[:2], values), state.new_empty(reads.shape[0], half, values)
+    values = state.shape[-1]
+    predicted, e = state.new_empty(*reads.shape[:2], values), state.new_empty(*R.shape[:2], values)
     sizes = [n * heads for n in layout.active]
     last = torch.empty_like(state)
     slots = None
@@ -93,15 +95,17 @@ def scan(
         pair = [torch.empty_like(state), torch.empty_like(state)]
         targets = tuple(pair[step % 2][:size] for step, size in enumerate(sizes))
     following = [*sizes[1:], 0]
-    by_step = (layout.by_step(t.view(*layout.grid, heads, half, values)) for t in (predicted[:, half:], e))
-    parts = (t.split(sizes) for t in (reads, decay, writes, predicted, e))
-    for reads_s, decay_s, writes_s, predicted_s, e_s, leaving, active, v_s, from_keys, error in zip(
-        *parts, targets, following, layout.by_step(v), *by_step, strict=True
+    five = (*layout.grid, heads, layout.split, -1, TILE, values)
+    from_keys = layout.by_step(predicted.view(five).select(-3, 1))
+    errors = layout.by_step(e.view(five).select(-3, 0))
+    parts = (t.split(sizes) for t in (reads, decay, R.mT, predicted, e))
+    for reads_s, decay_s, write_s, predicted_s, e_s, leaving, active, v_s, keys_s, error in zip(
+        *parts, targets, following, layout.by_step(v), from_keys, errors, strict=True
     ):
         torch.bmm(reads_s, state, out=predicted_s)
-        torch.add(v_s, from_keys, alpha=-unshift, out=error)
+        torch.add(v_s, keys_s, alpha=-unshift, out=error)
         torch.mul(state, decay_s, out=leaving)
-        leaving.baddbmm_(writes_s, e_s)
+        leaving.baddbmm_(write_s, e_s)
         state = leaving
         if active != len(leaving):
             last[active : len(leaving)] = leaving[active:]
@@ -124,27 +128,28 @@ def scan_back(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The reverse scan, and the gradients that need a state or its gradient.
 
-    Step by step ``de += R dS'``, ``X[16:] = -de``, ``dS = D dS' + reads^T X / c``. Every few steps, while their dS' are
-    still in a cache, the products with them.
+    Step by step ``de += R dS'``, ``X = [do; -de]``, ``dS = D dS' + reads^T X / c``. Every few steps, while their dS'
+    are still in a cache, the products with them.
 
     Args:
-        layout, heads, reads, decay, slots, unshift: as in ``scan``.
-        R: ``[tiles * H, 16, K]``.
-        y: ``[tiles * H, 16, V]``.
-        X: [do; .] ``[tiles * H, 32, V]``; the second half is filled with -de.
-        de: B^T do ``[tiles * H, 16, V]``, overwritten by the gradient of v.
+        layout, heads, reads, decay, R, slots, unshift: as in ``scan``.
+        y: ``[chunks * H, C, V]``.
+        X: [do; .] tile by tile ``[chunks * H, 2 C, V]``; the second halves are filled with -de.
+        de: B^T do ``[chunks * H, C, V]``, overwritten by the gradient of v.
         d_last: gradient of the last states in member order ``[n * H, K, V]``; None is zero.
 
     Returns:
-        ``X S^T / c`` ``[tiles * H, 32, K]``, ``y dS'^T`` ``[tiles * H, 16, K]``, the sums over values of S' dS'
-        ``[tiles * H, K]``, and the gradient of the entering states ``[n * H, K, V]``.
+        ``X S^T / c`` ``[chunks * H, 2 C, K]``, ``y dS'^T`` ``[chunks * H, C, K]``, the sums over values of S' dS'
+        ``[chunks * H, K]``, and the gradient of the entering states ``[n * H, K, V]``.
     """
     sizes = [n * heads for n in layout.active]
     starts = [0, *accumulate(sizes)]
-    tiles, _, channels = reads.shape
+    chunks, _, channels = reads.shape
     values = y.shape[-1]
-    d_reads, dw, d_end = torch.empty_like(reads), torch.empty_like(R), R.new_empty(tiles, channels)
-    parts = tuple(t.split(sizes) for t in (de, X[:, X.shape[1] // 2 :], X, R, reads.mT, decay))
+    d_reads, d_write, d_decay = torch.empty_like(reads), torch.empty_like(R), R.new_empty(chunks, channels)
+    split = (chunks, layout.split, -1, TILE, values)
+    errors, minus_errors = de.view(split).select(2, 0), X.view(split).select(2, 1)
+    parts = tuple(t.split(sizes) for t in (de, errors, minus_errors, X, R, reads.mT, decay))
     span = max(1, RING_BYTES // (sizes[0] * channels * values * y.element_size()))
 
     def buffer(first: int, end: int) -> Tensor:
@@ -160,12 +165,12 @@ def scan_back(
         ring_before = buffer(before, first) if first else y.new_empty(sizes[0], channels, values)
         views = ring.split(sizes[first:end])
         for step in range(end - 1, first - 1, -1):
-            de_s, minus_de_s, X_s, R_s, reads_s, decay_s = (part[step] for part in parts)
+            de_s, error, minus_error, X_s, R_s, reads_s, decay_s = (part[step] for part in parts)
             d_leave = views[step - first]
             if incoming < sizes[step]:
                 d_leave[incoming:] = 0.0 if d_last is None else d_last[incoming : sizes[step]]
             de_s.baddbmm_(R_s, d_leave)
-            torch.neg(de_s, out=minus_de_s)
+            torch.neg(error, out=minus_error)
             if step > first:
                 d_enter = views[step - first - 1][: sizes[step]]
             elif first:
@@ -178,19 +183,19 @@ def scan_back(
         block = slice(starts[first], starts[end])
         into = d_reads[block]
         torch.baddbmm(into, X[block], _entering(layout, heads, slots, first, end).mT, beta=0, alpha=unshift, out=into)
-        torch.bmm(y[block], ring.mT, out=dw[block])
+        torch.bmm(y[block], ring.mT, out=d_write[block])
         ring.mul_(slots[sizes[0] :][block])
-        torch.sum(ring, -1, out=d_end[block])
+        torch.sum(ring, -1, out=d_decay[block])
         ring, end, first = ring_before, first, before
-    return d_reads, dw, d_end, d_enter
+    return d_reads, d_write, d_decay, d_enter
 
 
 def _entering(layout: Layout, heads: int, slots: Tensor, first: int, end: int) -> Tensor:
-    """States that enter the tiles of steps ``first`` to ``end - 1``; a view where no sequence ends on the way."""
+    """States that enter the chunks of steps ``first`` to ``end - 1``; a view where no sequence ends on the way."""
     counts = layout.active[max(0, first - 1) : end]
     start, stop = sum(layout.active[:first]), sum(layout.active[:end])
     if counts[0] == counts[-1]:
-        # One step back from the tile itself; the slots begin with the states that enter the sequences.
+        # One step back from the chunk itself; the slots begin with the states that enter the sequences.
         back = layout.active[0] - counts[0]
         return slots[(start + back) * heads : (stop + back) * heads]
     assert layout.enter is not None

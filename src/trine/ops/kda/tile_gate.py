@@ -1,4 +1,4 @@
-"""The gates on tile buffers ``[*grid, H, 16, K]``, forward and backward without autograd."""
+"""The gates on tile buffers ``[*grid, H, split, 16, K]``, forward and backward without autograd."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TileGate:
         self.kind = kind
         self.scale = lower_bound if kind == "bounded" else 1.0
         self.bias_shape = None if dt_bias is None else dt_bias.shape
-        self.bias = None if dt_bias is None else dt_bias.to(like.dtype).view(heads, 1, channels)
-        self.rate = None if A_log is None else A_log.to(like.dtype).exp().view(heads, 1, 1)
+        self.bias = None if dt_bias is None else dt_bias.to(like.dtype).view(heads, 1, 1, channels)
+        self.rate = None if A_log is None else A_log.to(like.dtype).exp().view(heads, 1, 1, 1)
 
     def forward(self, x: Tensor, layout: Layout, keep: bool) -> tuple[Tensor, Tensor | None]:
         """y of the input ``x``, padding rows 0, and with ``keep`` the slope dy/dx without the factor exp(A_log)."""
@@ -54,14 +54,15 @@ class TileGate:
         """From the gradient of the log-decays (overwritten) to those of the input, A_log and dt_bias.
 
         Args:
-            dg: ``[*grid, H, 16, K]``.
+            dg: ``[*grid, H, split, 16, K]``.
             slope, y: what ``forward`` gave; y for softplus only.
             x: the gate's input.
             layout: the tiles.
             parameters: the last two are wanted.
 
         Returns:
-            Gradients of the input ``[*grid, H, 16, K]``, of A_log ``[H]`` and of dt_bias in its own shape, or None.
+            Gradients of the input ``[*grid, H, split, 16, K]``, of A_log ``[H]`` and of dt_bias in its own shape, or
+            None.
         """
         if self.kind == "log_decay":
             return dg, None, None
@@ -72,12 +73,12 @@ class TileGate:
             dA = self._sum(dg * y.view_as(dg), layout).sum(-1)
         d_input = dg.mul_(slope)
         if parameters:
-            rate = 1.0 if self.rate is None else self.rate.squeeze(-1)
+            rate = 1.0 if self.rate is None else self.rate.view(-1, 1)
             along = self._sum(d_input, layout) * rate * self.scale
             if self.kind == "bounded" and self.rate is not None:
                 # z = exp(A_log) (x + bias) is its own derivative by A_log
                 dA = self._sum(d_input * x, layout) * rate * self.scale
-                dA = (dA if self.bias is None else dA.addcmul(along, self.bias.squeeze(1))).sum(-1)
+                dA = (dA if self.bias is None else dA.addcmul(along, self.bias[:, 0, 0])).sum(-1)
             if self.bias is not None:
                 dbias = along.view(self.bias_shape)
         factor = self.scale if self.rate is None else self.rate * self.scale
@@ -89,8 +90,9 @@ class TileGate:
         Over a tile, then along each sequence and over the sequences in a fixed tree: tokens that are appended and have
         no gradient leave every bit as it was.
         """
-        heads, _, channels = x.shape[-3:]
-        by_sequence = layout.by_sequence(x.sum(-2).view(layout.tiles, heads * channels))
+        heads, split, _, channels = x.shape[-4:]
+        tiles = x.sum(-2).view(layout.chunks, heads, split, channels)
+        by_sequence = layout.by_sequence(_ordered_sum(tiles.permute(2, 0, 1, 3)).view(layout.chunks, heads * channels))
         return _ordered_sum(_ordered_sum(by_sequence.transpose(0, 1))).view(heads, channels)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trine.ops.kda._checks import TILE
+from trine.ops.kda.chunk import diagonal_blocks, join, join_backward
 from trine.ops.kda.gate import compute_dtype, sigmoid_
 from trine.ops.kda.layout import Layout
 from trine.ops.kda.pairwise import end_decays, pair_gradients, pair_products
@@ -56,7 +57,7 @@ class Options:
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass. Tile buffers are flat: ``[tiles * H, rows, channels]``."""
+    """What the forward pass leaves for the backward pass; buffers of tiles and chunks are flat, ``[tiles * H, ..]``."""
 
     q: Tensor  # inputs in the compute dtype [R, H, K]
     k: Tensor
@@ -67,17 +68,18 @@ class Saved(NamedTuple):
     k_norm: Tensor
     beta: Tensor  # [R, H, 1], and its slope in the logit
     beta_slope: Tensor | None
-    reads: Tensor  # [q~; k~] 32 rows
-    w: Tensor  # w~ (pairs: beta k)
+    reads: Tensor  # tiles: [q~; k~], 32 rows
+    w: Tensor  # tiles: w~ (pairs: beta k)
     raw_reads: Tensor | None  # pairs: [s q; k]
     g: Tensor | None  # pairs: log-decays
     grow: Tensor  # exp(G)
     shrink: Tensor  # exp(-G) (pairs: exp(G_last - G))
     y_gate: Tensor | None  # softplus: the gate before its slope
     slope: Tensor | None  # of the gate
-    P_diagonal: Tensor  # 16 rows, 1 column
-    BA: Tensor  # [P A; A] 32 rows
-    R: Tensor
+    P_diagonal: Tensor  # tiles: 16 rows, 1 column
+    state_reads: Tensor  # chunks: ``reads`` with the decay from the chunk's start
+    BA: Tensor  # chunks: [P A; A]
+    R: Tensor  # chunks: A^T w-
     y: Tensor
     slots: Tensor
 
@@ -109,6 +111,14 @@ class ChunkedKDA(torch.autograd.Function):
             d_initial[ctx.layout.members] = d_enter
         results = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=False)]
         return (*results, d_initial, None, None, None)
+
+
+def _scaled(reads: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """Both halves of ``[tiles, 32, K]`` times ``[tiles, 16, K]``."""
+    pairs = (-1, 2, TILE, reads.shape[-1])
+    into = torch.empty_like(reads) if out is None else out
+    torch.mul(reads.view(pairs), rows.unsqueeze(1), out=into.view(pairs))
+    return into
 
 
 def _norm_factor(x: Tensor) -> Tensor:
@@ -143,7 +153,8 @@ def forward_pass(
     q, k, v_RHV, gate, beta = (t.to(dtype) for t in (q, k, v, gate, beta))
     rows, heads, channels = q.shape
     values = v.shape[-1]
-    shift, grid, tiles = options.shift, layout.grid, layout.tiles * heads
+    shift, grid, split, chunks = options.shift, layout.grid, layout.split, layout.chunks * heads
+    size = split * TILE
     beta_slope = None
     beta = beta.unsqueeze(-1)
     if options.beta_is_logit:
@@ -153,53 +164,59 @@ def forward_pass(
     k_norm = _norm_factor(k) if options.qk_norm else torch.ones_like(beta)
 
     # Factors of the tile products. Queries and read keys share a buffer, so that they share products.
-    reads = q.new_empty(*grid, heads, 2, TILE, channels)
-    w = q.new_empty(*grid, heads, TILE, channels)
+    reads = q.new_empty(*grid, heads, split, 2, TILE, channels)
+    w = q.new_empty(*grid, heads, split, TILE, channels)
     tiled_k = layout.tiled(k)
     torch.mul(layout.tiled(q), layout.tiled(q_norm * (options.scale * shift)), out=reads.select(-3, 0))
     torch.mul(tiled_k, layout.tiled(k_norm * shift), out=reads.select(-3, 1))
     torch.mul(tiled_k, layout.tiled(k_norm * beta / shift), out=w)
-    reads, w = reads.view(tiles, 2 * TILE, channels), w.view(tiles, TILE, channels)
+    reads, w = reads.view(-1, 2 * TILE, channels), w.view(-1, TILE, channels)
     gates = TileGate(options.gate_kind, options.lower_bound, A_log, dt_bias, gate)
     y_gate, slope = gates.forward(layout.tiled(gate), layout, keep)
-    y_gate = y_gate.view(tiles, TILE, channels)
+    y_gate = y_gate.view(-1, TILE, channels)
     raw_reads = g = None
     if options.pairs:
         g = y_gate if gates.scale == 1.0 else y_gate * gates.scale
         grow, shrink = end_decays(g)
         products = pair_products(reads, w, g)
-        raw_reads, reads = reads, (reads.view(tiles, 2, TILE, channels) * grow.unsqueeze(1)).view_as(reads)
-        w_end = w * shrink
+        raw_reads, reads = reads, _scaled(reads, grow)
+        end = w * shrink
     else:
         grow = running_sum_(y_gate.mul_(gates.scale)).exp_()
         shrink = grow.reciprocal()
-        reads.view(tiles, 2, TILE, channels).mul_(grow.unsqueeze(1))
+        _scaled(reads, grow, out=reads)
         w.mul_(shrink)
         products = torch.bmm(reads, w.mT)
-        w_end = w * (grow[:, -1:] * shift)
+        end = w * (grow[:, -1:] * shift)
 
-    # Tile products.
+    # Tile products, joined to those of the chunk.
     P = products[:, :TILE].tril_()
     P_diagonal = P.diagonal(dim1=1, dim2=2).unsqueeze(-1).clone()
-    BA = torch.empty_like(products)
-    A = unit_lower_inverse(products[:, TILE:], out=BA[:, TILE:])
-    BA[:, :TILE] = torch.bmm(P, A)
-    R = torch.bmm(A.mT, w_end)
+    A = unit_lower_inverse(products[:, TILE:])
+    decay = grow[:, -1].view(chunks, split, channels)
+    end, state_reads = end.view(chunks, size, channels), reads.view(chunks, 2 * size, channels)
+    if split > 1:
+        P, A, state_reads = join(reads.view(chunks, split, 2 * TILE, channels), end, decay, P, A, 1 / shift)
+        state_reads = state_reads.view(chunks, 2 * size, channels)
+    BA = torch.cat([torch.bmm(P, A), A], dim=1)
+    R = torch.bmm(A.mT, end)
 
-    # Scan over tiles.
+    # Scan over chunks.
     if initial_state is None:
         state = reads.new_zeros(layout.active[0], heads, channels, values)
     else:
-        state = initial_state if layout.all_members else initial_state[layout.members]
-    decay = grow[:, -1].unsqueeze(-1)
+        state = initial_state if layout.in_order else initial_state[layout.members]
+    chunk_decay = decay.prod(1).unsqueeze(-1)
     predicted, e, slots, last = scan(
-        layout, heads, reads, decay, R.mT, layout.tiled(v_RHV), state.reshape(-1, channels, values), 1 / shift, keep
-    )
+        layout, heads, state_reads, chunk_decay, R, layout.tiled(v_RHV), state.reshape(-1, channels, values), 1 / shift,
+        keep,
+    )  # fmt: skip
 
     # Outputs.
     oy = torch.bmm(BA, e)
     out = v_RHV.new_empty(rows, heads, values)
-    inside, outside = (layout.by_row(t[:, :TILE].view(*grid, heads, TILE, values)) for t in (oy, predicted))
+    inside = layout.by_row(oy[:, :size].view(*grid, heads, split, TILE, values))
+    outside = layout.by_row(predicted.view(*grid, heads, split, 2, TILE, values).select(-3, 0))
     torch.add(inside, outside, alpha=1 / shift, out=out.view(*layout.row_shape, heads, values))
     if initial_state is None:
         final = last.new_zeros(sequences, heads, channels, values)
@@ -212,8 +229,8 @@ def forward_pass(
         saved = Saved(
             q=q, k=k, gate=gate, A_log=A_log, dt_bias=dt_bias, q_norm=q_norm, k_norm=k_norm, beta=beta,
             beta_slope=beta_slope, reads=reads, w=w, raw_reads=raw_reads, g=g, grow=grow, shrink=shrink,
-            y_gate=y_gate if options.gate_kind == "softplus" else None, slope=slope, P_diagonal=P_diagonal, BA=BA, R=R,
-            y=oy[:, TILE:], slots=slots,
+            y_gate=y_gate if options.gate_kind == "softplus" else None, slope=slope, P_diagonal=P_diagonal,
+            state_reads=state_reads, BA=BA, R=R, y=oy[:, size:], slots=slots,
         )  # fmt: skip
     return out.to(v.dtype), final, saved
 
@@ -226,34 +243,46 @@ def backward_pass(
     s, y = saved, saved.y
     rows, heads, channels = s.q.shape
     values = y.shape[-1]
-    shift, grid, tiles = options.shift, layout.grid, layout.tiles * heads
+    shift, grid, split, chunks = options.shift, layout.grid, layout.split, layout.chunks * heads
+    size = split * TILE
 
     # Reverse scan and the gradients that need states.
-    X = y.new_empty(*grid, heads, 2, TILE, values)
+    X = y.new_empty(*grid, heads, split, 2, TILE, values)
     if d_out is None:
         X.zero_()
+        dv = torch.zeros_like(y)
     else:
         X.select(-3, 0).copy_(layout.tiled(d_out.to(y.dtype)))
-    X = X.view(tiles, 2 * TILE, values)
-    dv = torch.bmm(s.BA[:, :TILE].mT, X[:, :TILE])
+        do = X.view(chunks, split, 2, TILE, values).select(2, 0).reshape(chunks, size, values)
+        dv = torch.bmm(s.BA[:, :size].mT, do)
+    X = X.view(chunks, 2 * size, values)
     d_last = None if d_final is None else d_final.to(y.dtype)[layout.members].view(-1, channels, values)
-    decay = s.grow[:, -1].unsqueeze(-1)
-    d_reads, dw, d_end, d_enter = scan_back(layout, heads, s.reads, decay, s.R, y, s.slots, X, dv, d_last, 1 / shift)
+    decay = s.grow[:, -1].view(chunks, split, channels)
+    d_reads, d_end, d_decay, d_enter = scan_back(
+        layout, heads, s.state_reads, decay.prod(1).unsqueeze(-1), s.R, y, s.slots, X, dv, d_last, 1 / shift
+    )
 
-    # Tile products.
+    # Products of chunks, then of tiles.
     d_products = torch.bmm(X, y.mT)
+    end_decay = s.shrink if options.pairs else s.grow[:, -1:] * shift
+    if split > 1:
+        join_backward(
+            s.reads.view(chunks, split, 2 * TILE, channels), (s.w * end_decay).view(chunks, size, channels), decay,
+            d_products, d_reads.view(chunks, split, 2 * TILE, channels), d_end, 1 / shift,
+        )  # fmt: skip
+        d_products = diagonal_blocks(d_products, split).reshape(-1, 2 * TILE, TILE)
+    d_reads, dw = d_reads.view(-1, 2 * TILE, channels), d_end.view(-1, TILE, channels).mul_(end_decay)
     dP_diagonal = d_products[:, :TILE].diagonal(dim1=1, dim2=2).unsqueeze(-1).clone()
     d_products.view(-1, TILE, TILE).tril_(-1)
     if options.pairs:
         assert s.raw_reads is not None and s.g is not None
         d_tile_reads, d_tile_w = pair_gradients(d_products, s.raw_reads, s.w, s.g)
-        d_reads.view(tiles, 2, TILE, channels).mul_(s.grow.unsqueeze(1))
-        d_reads += d_tile_reads
-        dw.mul_(s.shrink).add_(d_tile_w)
+        _scaled(d_reads, s.grow, out=d_reads).add_(d_tile_reads)
+        dw += d_tile_w
         factors = s.raw_reads
     else:
         d_reads.baddbmm_(d_products, s.w)
-        dw.mul_(s.grow[:, -1:] * shift).baddbmm_(d_products.mT, s.reads)
+        dw.baddbmm_(d_products.mT, s.reads)
         factors = s.reads
     # Gradient of the running sums G: each factor times its gradient.
     dG = factors[:, :TILE] * d_reads[:, :TILE]
@@ -261,19 +290,22 @@ def backward_pass(
     k_terms = factors[:, TILE:] * d_reads[:, TILE:]
     k_dots = k_terms.sum(-1, keepdim=True) if options.qk_norm else None
     dG.add_(k_terms).addcmul_(s.w, dw, value=-1.0)
-    dG[:, -1] += d_end
+    dG.view(chunks, size, channels)[:, -1] += d_decay
     if not options.pairs:
-        d_reads.view(tiles, 2, TILE, channels).mul_(s.grow.unsqueeze(1))
+        _scaled(d_reads, s.grow, out=d_reads)
         dw.mul_(s.shrink)
 
     # Gate.
     gates = TileGate(options.gate_kind, options.lower_bound, s.A_log, s.dt_bias, s.gate)
-    dg = running_sum_(dG, reverse=True).view(*grid, heads, TILE, channels)
+    dg = running_sum_(dG, reverse=True).view(chunks, split, TILE, channels)
+    for tile in range(split - 2, -1, -1):
+        dg[:, tile] += dg[:, tile + 1, :1]
+    dg = dg.view(*grid, heads, split, TILE, channels)
     d_gate, dA, dbias = gates.backward(dg, s.slope, s.y_gate, layout.tiled(s.gate), layout, parameters)
 
     # Back to token-major rows: dq, dk and dbeta from the gradients of the three factors.
     def by_row(t: Tensor) -> Tensor:
-        return layout.by_row(t.view(*grid, heads, TILE, t.shape[-1]))
+        return layout.by_row(t.view(*grid, heads, split, TILE, t.shape[-1]))
 
     def rowed(t: Tensor) -> Tensor:
         return t.view(*layout.row_shape, heads, t.shape[-1])
