@@ -8,14 +8,22 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from trine import __version__, _options, cli
 
 Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def denormals() -> Iterator[None]:
+    """Verbs that compute have denormals flushed, for the whole process; other tests are not to notice."""
+    yield
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture
@@ -289,6 +297,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--eval.context 128 --eval.sample-tokens 8"
         )
         assert cli.main(line.split()) == 0
+    torch.set_flush_denormal(False)
     return home
 
 
