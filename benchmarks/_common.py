@@ -58,13 +58,10 @@ class Timing:
 
 
 def threads(count: int) -> int:
-    """Use ``count`` CPU threads (0: all that this process may use) and flush denormals, as training does."""
-    import torch
+    """Use ``count`` CPU threads (0: all that this process may use); allocator and denormals set as in training."""
+    from trine.train.machine import prepare_machine
 
-    count = count or len(os.sched_getaffinity(0))
-    torch.set_num_threads(count)
-    torch.set_flush_denormal(True)
-    return count
+    return int(prepare_machine(count or len(os.sched_getaffinity(0)))["threads"])
 
 
 def cpu_share(count: int, seconds: float = 0.25) -> float:
