@@ -32,7 +32,14 @@ from trine.ops.kda.triton_launch import Options
 NAMES = ("q", "k", "v", "gate", "beta", "A_log", "dt_bias", "initial_state")
 LIMITS = dict(zip(NAMES, (5e-3, 5e-3, 5e-3, 6e-3, 6e-3, 6e-3, 6e-3, 5e-3), strict=True))
 SHAPES = {"T8192 H96": (1, 8192, 96), "T8192 H32": (1, 8192, 32), "T65536 H8": (1, 65536, 8)}
-KERNELS = {"prepare": backward.PREPARE, "scan": backward.SCAN, "gradient": backward.GRADIENT, "finish": backward.FINISH}
+KERNELS = {
+    "scan": backward.SCAN,
+    "segments": backward.SEGMENTS,
+    "join": backward.JOIN,
+    "pairs": backward.PAIRS,
+    "gradient": backward.GRADIENT,
+    "finish": backward.FINISH,
+}
 
 
 def draw(
@@ -125,6 +132,7 @@ class Case:
     lengths: tuple[int, ...] = ()
     dtype: torch.dtype = torch.bfloat16
     gain: float = 1.0
+    segment: int = 0
     options: tuple[tuple[str, Any], ...] = ()
 
     def form(self) -> backward._Form:
@@ -134,7 +142,7 @@ class Case:
         norm, logit = options.get("qk_norm", True), options.get("beta_is_logit", True)
         types = (self.dtype,) * 7
         return backward._Form(
-            types, index, self.key, self.value, norm, logit, True, True, True, True, self.groups > 1, True
+            types, index, self.key, self.value, norm, logit, True, True, True, True, self.groups > 1, self.segment, True
         )
 
 
@@ -150,6 +158,9 @@ CASES = [
     Case("K32 V64", (1, 130, 2), "slow", key=32, value=64),
     Case("groups of 3", (1, 130, 2), "fast", groups=3),
     Case("packed", (1, 261, 2), "fast", lengths=(0, 1, 31, 32, 33, 0, 100, 64, 0)),
+    Case("slow, segments of 64", SMALL, "slow", segment=64),
+    Case("slow parallel, segments of 64", SMALL, "slow parallel", 1.2e-2, segment=64),
+    Case("packed, segments of 64", (1, 561, 2), "slow", lengths=(0, 1, 31, 132, 133, 0, 200, 64, 0), segment=64),
     Case("given beta with 0 and 1", SMALL, "fast", options=(("beta_is_logit", False),)),
     Case("raw keys", (1, 100, 2), "fast", key=32, value=32, options=(("beta_is_logit", False), ("qk_norm", False))),
     Case("fp32 fast", (1, 130, 2), "fast", 1e-4, dtype=torch.float32),
@@ -186,22 +197,23 @@ def check() -> None:
         out, expected = true_gradients(inputs, d_out, d_final, **options)
         out = out.to(case.dtype)
         torch.use_deterministic_algorithms(True)  # torch.empty then holds NaN
-        found = run(inputs, out, d_out, d_final, **options)
-        again = run(inputs, out, d_out, d_final, **options)
+        found = run(inputs, out, d_out, d_final, segment=case.segment, **options)
+        again = run(inputs, out, d_out, d_final, segment=case.segment, **options)
         torch.use_deterministic_algorithms(False)
         errors = {key: error(found[key], value) for key, value in expected.items()}
         good = all(errors[key] <= (case.limit or LIMITS[key]) for key in errors)
         same = all(torch.equal(found[key], again[key]) for key in errors)
         line = " ".join(f"{key[:4]} {1e3 * value:.3g}" for key, value in errors.items())
         note = "" if same else " NOT REPEATABLE"
-        print(f"{'ok  ' if good and same else 'FAIL'} {case.name:26s} {line}{note}", flush=True)
+        print(f"{'ok  ' if good and same else 'FAIL'} {case.name:30s} {line}{note}", flush=True)
         ROWS.append({"case": case.name, "errors": errors, "repeatable": same, "ok": good and same})
 
 
 @contextmanager
 def clocked(times: dict[str, list[tuple[Any, Any]]]) -> Iterator[None]:
-    """Record a pair of events around every launch of the four kernels."""
+    """Record a pair of events around every launch of the backward's own kernels, and around the forward's first one."""
     plain = {name: kernel.launch for name, kernel in KERNELS.items()}
+    prepare = backward.prepare
 
     def clock(name: str) -> Callable[..., None]:
         def launch(*args: Any) -> None:
@@ -213,11 +225,21 @@ def clocked(times: dict[str, list[tuple[Any, Any]]]) -> Iterator[None]:
 
         return launch
 
+    def clocked_prepare(problem: Any) -> Any:
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair[0].record()
+        factors = prepare(problem)
+        pair[1].record()
+        times.setdefault("prepare", []).append(pair)
+        return factors
+
     for name, kernel in KERNELS.items():
         kernel.launch = clock(name)  # type: ignore[method-assign]
+    backward.prepare = clocked_prepare
     try:
         yield
     finally:
+        backward.prepare = prepare
         for name, kernel in KERNELS.items():
             kernel.launch = plain[name]  # type: ignore[method-assign]
 
@@ -290,21 +312,20 @@ def measure() -> None:
 def choices() -> dict[str, dict[str, Any]]:
     """Launch parameters to try, by name."""
     found: dict[str, dict[str, Any]] = {"shipped": {}}
-    for block, warps in ((64, 2), (32, 2), (128, 4), (128, 8), (32, 4)):
-        found[f"prepare block {block} warps {warps}"] = {"prepare_block": block, "prepare": Options(num_warps=warps)}
-    for block, warps, stages in ((64, 4, 2), (64, 4, 4), (128, 8, 2), (128, 8, 3)):
+    for block, warps, stages in ((64, 4, 2), (64, 4, 4), (128, 8, 3)):
         found[f"scan block {block} warps {warps} stages {stages}"] = {
             "scan_block": block,
             "scan": Options(num_warps=warps, num_stages=stages),
         }
-    for block, values, warps, stages in (
-        (64, 32, 4, 1), (64, 32, 4, 2), (64, 32, 4, 4), (64, 64, 4, 2), (64, 32, 8, 3), (32, 32, 2, 3), (32, 32, 4, 3),
-        (128, 32, 8, 3),
-    ):  # fmt: skip
-        found[f"gradient block {block} values {values} warps {warps} stages {stages}"] = {
-            "gradient_block": block,
+    for values, warps, stages in ((64, 4, 2), (32, 4, 3), (32, 2, 2), (128, 4, 1), (128, 2, 1)):
+        found[f"pairs values {values} warps {warps} stages {stages}"] = {
+            "pair_values": values,
+            "pairs": Options(num_warps=warps, num_stages=stages),
+        }
+    for values, stages, registers in ((64, 2, None), (64, 3, None), (32, 4, None), (32, 3, 168), (64, 2, 168)):
+        found[f"gradient values {values} stages {stages} registers {registers}"] = {
             "gradient_values": values,
-            "gradient": Options(num_warps=warps, num_stages=stages),
+            "gradient": Options(num_warps=4, num_stages=stages, maxnreg=registers),
         }
     return found
 
@@ -318,7 +339,8 @@ def compile_all(names: list[str], cases: list[Case]) -> None:
     for name in names:
         made = backward.variants(dataclasses.replace(base, **choices()[name]), timed)
         jobs += [(i, made[i]) for i, kind in enumerate(KERNELS) if name == "shipped" or name.startswith(kind)]
-    for form in {case.form() for case in cases}:
+    timed_forms = {dataclasses.replace(timed, segment=4096)} if names else set()
+    for form in {case.form() for case in cases} | timed_forms:
         config = backward.choose_backward(form.dtypes[0], form.K, form.V)
         jobs += list(enumerate(backward.variants(config, form)))
     with multiprocessing.get_context("fork").Pool() as pool:

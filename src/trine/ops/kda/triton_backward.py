@@ -1,6 +1,6 @@
 """The backward pass of bounded-decay KDA on a GPU: five launches, nothing saved but the inputs and the output.
 
-1. ``prepare_kernel`` (chunk, head): factors W, Q+, K-, A, P of each 32-token chunk from the raw inputs.
+1. ``prepare`` (chunk, head), the forward's first kernel, in bf16: factors W, Q+, K-, A, P of each 32-token chunk.
 2. ``scan_kernel``: state scan and reverse scan as two halves of one grid; they need nothing of each other.
 3. ``pair_kernel`` (chunk, head): gradients of the 32x32 matrices and sums over value columns.
 4. ``gradient_kernel`` (chunk, head, channel block): dq, dk, dgate through L2 norm and gate.
@@ -11,8 +11,7 @@ The mathematics stands in the operator's README and in the kernels' docstrings.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -21,14 +20,14 @@ from torch import Tensor
 
 from trine.ops.kda.triton_backward_gradients import gradient_kernel
 from trine.ops.kda.triton_backward_pairs import finish_kernel, pair_kernel
-from trine.ops.kda.triton_backward_prepare import prepare_kernel
-from trine.ops.kda.triton_backward_scan import scan_kernel
-from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
-from trine.ops.kda.triton_prepare import even_rows
+from trine.ops.kda.triton_backward_scan import join_kernel, scan_kernel, segment_kernel
+from trine.ops.kda.triton_config import CHUNK, LOG2E, anchor, choose, segment_length
+from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, error_word, type_name
+from trine.ops.kda.triton_prepare import Factors, even_rows, make_problem, prepare
 
-CHUNK = 32
-PREPARE = Kernel(prepare_kernel)
 SCAN = Kernel(scan_kernel)
+SEGMENTS = Kernel(segment_kernel)
+JOIN = Kernel(join_kernel)
 PAIRS = Kernel(pair_kernel)
 GRADIENT = Kernel(gradient_kernel)
 FINISH = Kernel(finish_kernel)
@@ -54,19 +53,17 @@ class BackwardConfig:
     Attributes:
         operand: dtype of every product's operands and of the buffers between kernels.
         key_width, value_width: K and V padded to powers of two.
-        prepare_block, gradient_block: key channels of one step or program. scan_block, gradient_values: value columns.
-        prepare, scan, gradient: how the kernels are compiled.
+        gradient_block: key channels of one program. scan_block, gradient_values, pair_values: value columns of one step.
+        scan, pairs, gradient: how the kernels are compiled.
     """
 
     operand: torch.dtype
     key_width: int
     value_width: int
-    prepare_block: int
     scan_block: int
     gradient_block: int
     gradient_values: int
     pair_values: int
-    prepare: Options
     scan: Options
     pairs: Options
     gradient: Options
@@ -81,16 +78,15 @@ def choose_backward(dtype: torch.dtype, K: int, V: int) -> BackwardConfig:
     """The committed launch parameters on Hopper for inputs of ``dtype`` and head sizes K, V up to 256."""
     key, value = _padded(K), _padded(V)
     if dtype == torch.float32:
-        blocks = (min(32, key), min(32, value), min(64, key), 32, 32)
+        blocks = (min(32, value), min(64, key), 32, 32)
         slow = Options(num_warps=4)
-        return BackwardConfig(torch.float32, key, value, *blocks, slow, slow, slow, slow)
-    blocks = (min(64, key), min(64 if key <= 128 else 32, value), min(64, key), 32, 32)
+        return BackwardConfig(torch.float32, key, value, *blocks, slow, slow, slow)
+    blocks = (min(64 if key <= 128 else 32, value), min(64, key), 32, 32)
     return BackwardConfig(
         torch.bfloat16,
         key,
         value,
         *blocks,
-        prepare=Options(num_warps=4),
         scan=Options(num_warps=4, num_stages=3 if key <= 128 else 2),
         pairs=Options(num_warps=4, num_stages=2),
         gradient=Options(num_warps=4, num_stages=3),
@@ -112,37 +108,51 @@ class _Form:
     initial: bool
     final: bool
     grouped: bool
+    segment: int  # tokens of a segment of the scans, 0: whole sequences
     fast: bool
 
 
+class Variants(NamedTuple):
+    """One compiled form of each kernel, in launch order; the segments' are used when segments are."""
+
+    scan: Variant
+    segments: Variant
+    join: Variant
+    pairs: Variant
+    gradient: Variant
+    finish: Variant
+
+
 @cache
-def variants(config: BackwardConfig, form: _Form) -> tuple[Variant, Variant, Variant, Variant, Variant]:
-    """The compiled forms of the five kernels, in launch order."""
+def variants(config: BackwardConfig, form: _Form) -> Variants:
+    """The compiled forms of the kernels that are the backward's own."""
     q, k, v, gate, beta, output, d_output = ("*" + type_name(dtype) for dtype in form.dtypes)
     x, f, index = "*" + type_name(config.operand), "*fp32", "*" + type_name(form.index or torch.int32)
     operand, packed = TRITON_TYPES[config.operand], form.index is not None
     key, value = config.key_width, config.value_width
     dq = f if form.grouped else q
-    flags = (form.norm, form.logit, form.rate, form.bias, packed, form.fast)
-    scratch = CHUNK * key * config.operand.itemsize // 4
-    prepare = Variant(
-        (q, k, gate, beta, f, f, index, x, x, x, x, x, f, f, f, *["i32"] * 4, *["fp32"] * 5),
-        (form.K, key, config.prepare_block, scratch, operand, *flags),
-        config.prepare,
-    )
+    widths = (form.K, form.V, key, value, config.scan_block, form.segment, operand, form.initial, form.final, packed)
     scan = Variant(
-        (v, d_output, x, x, x, x, x, f, f, f, index, x, x, x, v, f, *["i32"] * 3),
-        (form.K, form.V, key, value, config.scan_block, operand, form.initial, form.final, packed),
-        config.scan,
+        (v, d_output, x, x, x, x, x, f, f, f, index, f, f, x, x, x, x, f, *["i32"] * 3, "fp32"), widths, config.scan
+    )
+    segments = Variant((v, d_output, x, x, x, x, x, f, f, f, index, f, f, f, *["i32"] * 3, "fp32"), widths, config.scan)
+    precision = "tf32x3" if config.operand == torch.float32 else "tf32"
+    join = Variant(
+        (index, f, f, f, *["i32"] * 2),
+        (key, value, 16, form.segment, packed, precision),
+        Options(num_warps=4, num_stages=2),
     )
     pairs = Variant(
-        (v, beta, d_output, output, index, x, v, x, x, f, *["i32"] * 5, *["fp32"] * 2),
-        (form.V, value, min(config.pair_values, value), operand, form.logit, packed, form.fast),
+        (q, k, v, beta, d_output, output, index, x, x, x, v, x, x, f, *["i32"] * 6, *["fp32"] * 2),
+        (
+            *(form.K, form.V, key, value, min(config.pair_values, value), operand),
+            *(form.norm, form.logit, packed, form.fast),
+        ),
         config.pairs,
     )
     gradient = Variant(
         (
-            *(q, k, gate, d_output, f, f, index, f, f, x, x, x, x, x, v, dq, dq, gate, f, f, f, f),
+            *(q, k, gate, d_output, f, f, index, f, x, x, x, x, x, v, dq, dq, gate, f, f, f, f),
             *(*["i32"] * 6, *["fp32"] * 5),
         ),
         (
@@ -158,7 +168,7 @@ def variants(config: BackwardConfig, form: _Form) -> tuple[Variant, Variant, Var
         (form.K, key, blocks, 256, form.logit, form.rate, form.bias, packed, form.fast),
         Options(num_warps=4),
     )
-    return prepare, scan, pairs, gradient, finish
+    return Variants(scan, segments, join, pairs, gradient, finish)
 
 
 def kda_backward(
@@ -180,6 +190,8 @@ def kda_backward(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    segment: int | None = None,
+    factors: Factors | None = None,
     config: BackwardConfig | None = None,
 ) -> Gradients:
     """Every gradient of ``kda`` with the bounded gate (K3 report, arXiv 2607.24653, Eq. 1-5), recomputed from inputs.
@@ -196,6 +208,9 @@ def kda_backward(
         lower_bound: bound of the log decay in [-5.4, 0).
         initial_state: ``[N, HV, K, V]`` or None. cu_seqlens: int32 or int64 ``[N+1]`` with B = 1, read on the device
             only; gradients of tokens that it leaves out are zero.
+        segment: tokens of a segment of the scans, a multiple of 32, 0 for whole sequences; None chooses by heads and head
+            sizes, never by T or data.
+        factors: what ``prepare`` made of the same inputs with bf16 factors (fp32 for fp32), to save making it again.
 
     Returns:
         Gradients in the types of their inputs; those of states in fp32.
@@ -224,51 +239,62 @@ def kda_backward(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    segment = segment_length(HV, K, V) if segment is None else segment
+    segment = segment if T > segment else 0
     form = _Form(
         (q.dtype, k.dtype, v.dtype, gate.dtype, beta.dtype, output.dtype, d_output.dtype),
         None if cu is None else cu.dtype, K, V, qk_norm, beta_is_logit, rate is not None, bias is not None,
-        state is not None, d_final is not None, HV != H, device.type == "cuda",
+        state is not None, d_final is not None, HV != H, segment, device.type == "cuda",
     )  # fmt: skip
-    prepare, scan, pairs, gradient, finish = variants(config, form)
-    decay_scale = lower_bound * math.log2(math.e)
-    anchor = round(-decay_scale * CHUNK / 2)
-    powers = (decay_scale, float(anchor), 2.0**-anchor, beta_max)
-
-    w, q_plus, k_minus = (empty(slots, HV, CHUNK, KP, dtype=operand) for _ in range(3))
-    a, p = (empty(slots, HV, CHUNK, CHUNK, dtype=operand) for _ in range(2))
-    decay, norms = empty(slots, HV, KP), empty(slots, HV, 2, CHUNK)
-    PREPARE.launch(
-        slots * HV,
-        (
-            *(q, k, gate, beta, rate, bias, cu, w, q_plus, k_minus, a, p, decay, norms, w.view(torch.float32)),
-            *(T, N, HV, HV // H, scale, *powers),
-        ),
-        prepare,
-        device,
-    )
+    forms = variants(config, form)
+    if not beta_is_logit:
+        # A strength of 0 becomes 2^-24, which does not show beside 1, so that its gradient may divide by it.
+        beta = torch.where(beta.abs() < 2.0**-24, 2.0**-24, beta)
+    if factors is None:
+        chosen = choose(HV, K, V, q.dtype, v.dtype, qk_norm, "serial,bf16")
+        problem = make_problem(
+            *(q, k, v, gate, beta),
+            a_log=rate, dt_bias=bias, lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit,
+            beta_max=beta_max, scale=scale, cu_seqlens=cu, config=replace(chosen, value=chosen.factor),
+            error=None if cu is None else error_word(device),
+        )  # fmt: skip
+        factors = prepare(problem)
+    w, q_plus, k_minus = factors.wqk.unbind(0)
+    a, p, decay = factors.a, factors.p, factors.decay
+    shift = anchor(lower_bound)
     states, d_states = (empty(slots, HV, VP, KP, dtype=operand) for _ in range(2))
-    values, dv = empty(slots, HV, VP, CHUNK, dtype=operand), torch.empty_like(v)
+    values, d_values = (empty(slots, HV, VP, CHUNK, dtype=operand) for _ in range(2))
     d_state = None if state is None else torch.empty_like(state)
+    places, leaving, d_leaving = N, None, None
+    data = (v, d_output, w, q_plus, k_minus, a, p, decay, state, d_final, cu)
+    if segment:
+        places = B * -(-T // segment) if cu is None else T // segment + N
+        leaving, d_leaving = (empty(places, HV, VP, KP) for _ in range(2))
+        maps = empty(places, HV, KP, KP)
+        SEGMENTS.launch(
+            places * HV * ((2 * VP + KP) // config.scan_block),
+            (*data, leaving, d_leaving, maps, T, N, HV, scale),
+            forms.segments,
+            device,
+        )
+        JOIN.launch(2 * N * HV * (VP // 16), (cu, leaving, d_leaving, maps, T, HV), forms.join, device)
     SCAN.launch(
-        2 * N * HV * (VP // config.scan_block),
-        (
-            *(v, d_output, w, q_plus, k_minus, a, p, decay, state, d_final, cu),
-            *(states, d_states, values, dv, d_state, T, N, HV),
-        ),
-        scan,
+        2 * places * HV * (VP // config.scan_block),
+        (*data, leaving, d_leaving, states, d_states, values, d_values, d_state, T, N, HV, scale),
+        forms.scan,
         device,
     )
-    del w, q_plus, k_minus, a, p, decay  # the allocator gives their memory to the gradients
-    top = 120 - anchor - (0 if qk_norm else 8)
+    del w, q_plus, k_minus, p, decay, factors, data  # the allocator gives their memory to the gradients
+    top = 120 - shift - (0 if qk_norm else 8)
     dp, dm = (empty(slots, HV, CHUNK, CHUNK, dtype=operand) for _ in range(2))
-    rows = empty(slots, HV, 5, CHUNK)
+    rows, dv = empty(slots, HV, 7, CHUNK), torch.empty_like(v)
     PAIRS.launch(
         slots * HV,
         (
-            *(v, beta, d_output, output, cu, values, dv, dp, dm, rows),
-            *(T, N, HV, VP // min(config.pair_values, VP), top, scale, beta_max),
+            *(q, k, v, beta, d_output, output, cu, a, values, d_values, dv, dp, dm, rows),
+            *(T, N, HV, HV // H, VP // min(config.pair_values, VP), top, scale, beta_max),
         ),
-        pairs,
+        forms.pairs,
         device,
     )
     blocks = KP // config.gradient_block
@@ -279,11 +305,23 @@ def kda_backward(
     GRADIENT.launch(
         slots * HV * blocks,
         (
-            *(q, k, gate, d_output, rate, bias, cu, norms, rows, dp, dm, states, d_states, values, dv),
+            *(q, k, gate, d_output, rate, bias, cu, rows, dp, dm, states, d_states, values, dv),
             *(dq, dk, dgate, scratch, beta_parts, bias_parts, rate_parts),
-            *(T, N, HV, HV // H, blocks, VP // config.gradient_values, scale, lower_bound, *powers[:3]),
+            *(
+                T,
+                N,
+                HV,
+                HV // H,
+                blocks,
+                VP // config.gradient_values,
+                scale,
+                lower_bound,
+                lower_bound * LOG2E,
+                float(shift),
+                2.0**-shift,
+            ),
         ),
-        gradient,
+        forms.gradient,
         device,
     )
     d_rate = None if rate is None else torch.empty_like(rate)
@@ -292,7 +330,7 @@ def kda_backward(
     FINISH.launch(
         (slots + sums) * HV,
         (beta, cu, beta_parts, bias_parts, rate_parts, dbeta, d_rate, d_bias, T, N, HV, slots, beta_max),
-        finish,
+        forms.finish,
         device,
     )
     if HV != H:

@@ -11,16 +11,16 @@ CHUNK: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit
-def locate(cu_seqlens, slot, tokens, sequences, PACKED: tl.constexpr):
-    """Find the chunk that owns ``slot``.
+def locate(cu_seqlens, slot, tokens, sequences, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """Find the piece of SIZE tokens (a chunk or a segment) that owns ``slot``.
 
-    Unpacked, sequence n owns ``cdiv(tokens, 32)`` slots. Packed, it owns the slots from ``cu[n] // 32 + n`` on: wide
+    Unpacked, sequence n owns ``cdiv(tokens, SIZE)`` slots. Packed, it owns the slots from ``cu[n] // SIZE + n`` on: wide
     enough for any split of the row, and known without reading a length back to the host. Slots past the last sequence
     belong to a virtual one that covers the tokens after ``cu[N]`` (there are none in a well-formed row).
 
     Returns:
-        ``(n, first_token, rows)``: sequence index (``sequences`` for the virtual one), first token of the chunk in the
-        packed or flattened row (int64), and how many of its 32 rows exist (<= 0: the slot is unused).
+        ``(n, number, first, rows)``: sequence index (``sequences`` for the virtual one), number of the piece in it, first
+        token in the packed or flattened row (int64), and how many of its tokens exist (<= 0: none).
     """
     if PACKED:
         low = slot * 0
@@ -28,38 +28,37 @@ def locate(cu_seqlens, slot, tokens, sequences, PACKED: tl.constexpr):
         while low < high:
             middle = (low + high + 1) // 2
             begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + middle).to(tl.int64), 0), tokens)
-            inside = begin // CHUNK + middle <= slot
+            inside = begin // SIZE + middle <= slot
             low = tl.where(inside, middle, low)
             high = tl.where(inside, high, middle - 1)
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + low).to(tl.int64), 0), tokens)
         end = tl.load(cu_seqlens + tl.minimum(low + 1, sequences)).to(tl.int64)
         end = tl.where(low == sequences, tokens, tl.minimum(tl.maximum(end, 0), tokens))
-        chunk = tl.maximum(slot - begin // CHUNK - low, 0)
+        number = tl.maximum(slot - (begin // SIZE).to(tl.int32) - low, 0)
         n = low
     else:
-        chunks = (tokens + CHUNK - 1) // CHUNK
-        n = slot // chunks
-        chunk = slot - n * chunks
+        pieces = (tokens + SIZE - 1) // SIZE
+        n = slot // pieces
+        number = slot - n * pieces
         begin = n.to(tl.int64) * tokens
         end = begin + tokens
-    first = begin + chunk.to(tl.int64) * CHUNK
-    rows = tl.minimum(end - first, CHUNK).to(tl.int32)
-    return n, first, rows
+    first = begin + number.to(tl.int64) * SIZE
+    rows = tl.minimum(end - first, SIZE).to(tl.int32)
+    return n, number, first, rows
 
 
 @triton.jit
-def span(cu_seqlens, n, tokens, PACKED: tl.constexpr):
-    """First slot, number of chunks and first token (int64) of sequence ``n``; see ``locate``."""
+def span(cu_seqlens, n, tokens, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """First slot of sequence ``n`` for pieces of SIZE tokens, its first token and its end (int64); see ``locate``."""
     if PACKED:
         begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0), tokens)
-        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), 0), tokens)
-        first_slot = (begin // CHUNK).to(tl.int32) + n
+        end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), begin), tokens)
+        first_slot = (begin // SIZE).to(tl.int32) + n
     else:
         begin = n.to(tl.int64) * tokens
         end = begin + tokens
-        first_slot = n * ((tokens + CHUNK - 1) // CHUNK)
-    chunks = ((tl.maximum(end - begin, 0) + CHUNK - 1) // CHUNK).to(tl.int32)
-    return first_slot, chunks, begin, end
+        first_slot = n * ((tokens + SIZE - 1) // SIZE)
+    return first_slot, begin, end
 
 
 @triton.jit
@@ -112,36 +111,12 @@ def product(a, b, acc, DT: tl.constexpr):
 
 
 @triton.jit
-def spread(x, identity, acc, DT: tl.constexpr):
-    """``acc + x`` for a loaded 16-bit tile x, as a product with the identity.
+def turn(x, identity, acc, DT: tl.constexpr):
+    """``acc + x^T`` for a loaded 16-bit tile x ``[tokens, channels]``, as a product with the identity.
 
     It brings the tile into the layout of the products around it, and to fp32, exactly and for fewer instructions than a
     conversion; and it keeps the compiler from computing what follows in two layouts. fp32 tiles are simply added.
     """
-    if tl.float32 == DT:
-        return acc + x.to(tl.float32)
-    else:
-        return tl.dot(identity.to(x.dtype), x, acc)
-
-
-@triton.jit
-def triangular_sum(ones, x, acc, DT: tl.constexpr):
-    """``acc + ones @ x`` for a 0/1 matrix: a sum over tokens on the matrix unit.
-
-    16-bit operands take x as two parts, so 16 of its bits enter; a scan over rows would cost four times as many
-    instructions because its operands change lanes at every step.
-    """
-    if tl.float32 == DT:
-        return tl.dot(ones.to(tl.float32), x, acc, input_precision="tf32x3")
-    else:
-        high = x.to(DT)
-        low = (x - high.to(tl.float32)).to(DT)
-        return tl.dot(ones.to(DT), low, tl.dot(ones.to(DT), high, acc))
-
-
-@triton.jit
-def turn(x, identity, acc, DT: tl.constexpr):
-    """``acc + x^T`` for a loaded 16-bit tile x ``[tokens, channels]``, as a product with the identity; see ``spread``."""
     if tl.float32 == DT:
         return acc + tl.trans(x.to(tl.float32))
     else:
@@ -150,7 +125,11 @@ def turn(x, identity, acc, DT: tl.constexpr):
 
 @triton.jit
 def token_sum(x, ones, acc, DT: tl.constexpr):
-    """``acc + x @ ones`` for a 0/1 matrix over tokens: ``triangular_sum`` for tiles ``[channels, tokens]``."""
+    """``acc + x @ ones`` for a 0/1 matrix over tokens: a sum over tokens on the matrix unit.
+
+    16-bit operands take x as two parts, so 16 of its bits enter; a scan over tokens would cost four times as many
+    instructions because its operands change lanes at every step.
+    """
     if tl.float32 == DT:
         return tl.dot(x, ones.to(tl.float32), acc, input_precision="tf32x3")
     else:

@@ -18,7 +18,6 @@ def gradient_kernel(
     A_log,
     dt_bias,
     cu_seqlens,
-    norm_in,
     rows_in,
     dp_in,
     dm_in,
@@ -79,7 +78,7 @@ def gradient_kernel(
     block = pid % key_blocks
     unit = pid // key_blocks
     head = unit % heads
-    n, first, rows = locate(cu_seqlens, unit // heads, tokens, sequences, PACKED)
+    n, _, first, rows = locate(cu_seqlens, unit // heads, tokens, sequences, CHUNK, PACKED)
     i = tl.arange(0, CHUNK)
     exists = i < rows
     at = unit.to(tl.int64)
@@ -93,7 +92,7 @@ def gradient_kernel(
     k += (first * (heads // group) + head // group) * K
     row_at = (i * (heads * K))[:, None] + d[None, :]
     key_at = (i * (heads // group * K))[:, None] + d[None, :]
-    there = tl.broadcast_to(exists[:, None], (CHUNK, BK)) if K == KP else exists[:, None] & (d < K)[None, :]
+    there = exists[:, None] if K == KP else exists[:, None] & (d < K)[None, :]
     if PACKED:
         if (rows <= 0) | (n == sequences):  # an unused slot, or tokens that no sequence owns
             zero = tl.zeros([CHUNK, BK], tl.float32)
@@ -124,10 +123,8 @@ def gradient_kernel(
     value_at = (i * (heads * V))[:, None] + e[None, :]
     state_at = e[:, None] * KP + r[None, :]
     new_at = e[:, None] * CHUNK + i[None, :]
-    seen = tl.broadcast_to(exists[:, None], (CHUNK, BV))
     for inner in tl.range(0, value_blocks):
-        if V != VP:
-            seen = exists[:, None] & (inner * BV + e < V)[None, :]
+        seen = exists[:, None] if V == VP else exists[:, None] & (inner * BV + e < V)[None, :]
         state = tl.trans(tl.load(states + inner * (BV * KP) + state_at))
         d_state = tl.load(d_states + inner * (BV * KP) + state_at)
         o_tile = tl.load(d_out + inner * BV + value_at, mask=seen, other=0.0).to(DT)
@@ -143,6 +140,7 @@ def gradient_kernel(
     tl.store(keep + r, tl.sum(tl.where(r[:, None] == r[None, :], carried, 0.0), 1))
     tl.debug_barrier()
 
+    row = rows_in + at * (7 * CHUNK)
     diagonal = i[:, None] == i[None, :]
     lower = i[:, None] >= i[None, :]
     upper = i[:, None] <= i[None, :]
@@ -162,8 +160,8 @@ def gradient_kernel(
     q_tile = turn(q_raw, diagonal, zero, DT)
     k_tile = turn(k_raw, diagonal, zero, DT)
     if QK_NORM:
-        rq = tl.load(norm_in + at * (2 * CHUNK) + i) * scale
-        rk = tl.load(norm_in + at * (2 * CHUNK) + CHUNK + i)
+        rq = tl.load(row + 5 * CHUNK + i)
+        rk = tl.load(row + 6 * CHUNK + i)
         q_tile *= rq[None, :]
         k_tile *= rk[None, :]
     else:
@@ -172,7 +170,6 @@ def gradient_kernel(
     k_read = (k_tile * rise).to(DT)
     k_write = (k_tile * fall).to(DT)
     lift = rise * anchor_down
-    row = rows_in + at * (5 * CHUNK)
     down = tl.load(row + 4 * CHUNK)
     own = tl.load(row + i)
     square = at * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
@@ -202,18 +199,18 @@ def gradient_kernel(
     tl.store(beta_parts + pid.to(tl.int64) * CHUNK + i, share)
 
     inside = product(k_read, dm, product(q_read, dp, zero, DT), DT)
-    out_w *= fall * exp2(total + anchor, FAST)[:, None]
+    out_w *= fall * (exp2(total + anchor, FAST) * scale)[:, None]  # dS comes in units of the scale
     written = k_tile * out_w
     grad_g = (pairs - k_write.to(tl.float32) * inside) * down + (grad_g - written)
     own = tl.load(row + i)  # read again, like rk below, rather than kept in registers
     grad_k += inside * fall * down + out_w + own[None, :] * q_tile
     if QK_NORM:
-        rk = tl.load(norm_in + at * (2 * CHUNK) + CHUNK + i)
+        rk = tl.load(row + 6 * CHUNK + i)
         k_sum = tl.load(row + 2 * CHUNK + i)
         grad_k = rk[None, :] * (grad_k - k_tile * k_sum[None, :])
     tl.store(dk + row_at, tl.trans(grad_k), mask=there)
 
-    last = tl.load(keep + r) * exp2(total, FAST) + tl.sum(written, 1)
+    last = tl.load(keep + r) * (exp2(total, FAST) * scale) + tl.sum(written, 1)
     grad_g = token_sum(grad_g, lower, zero + last[:, None], DT)
     grad_x = grad_g * ((s - s * s) * (lower_bound * rate))
     tl.store(dgate + row_at, tl.trans(grad_x), mask=there)

@@ -11,12 +11,16 @@ from trine.ops.kda.triton_backward_common import CHUNK, headroom, load_beta, loc
 
 @triton.jit
 def pair_kernel(
+    q,
+    k,
     v,
     beta,
     d_out,
     out,
     cu_seqlens,
+    a_in,
     values,
+    d_values,
     dv,
     dp_out,
     dm_out,
@@ -24,14 +28,18 @@ def pair_kernel(
     tokens,
     sequences,
     heads,
+    group,
     value_blocks,
     top,
     scale,
     beta_max,
+    K: tl.constexpr,
     V: tl.constexpr,
+    KP: tl.constexpr,
     VP: tl.constexpr,
     BV: tl.constexpr,
     DT: tl.constexpr,
+    QK_NORM: tl.constexpr,
     BETA_LOGIT: tl.constexpr,
     PACKED: tl.constexpr,
     FAST: tl.constexpr,
@@ -39,12 +47,13 @@ def pair_kernel(
     """dP = tril(dO Vn^T) and dM = -tril(U Vn^T), strictly lower, ``[slot, head, 32, 32]``, and sums of a chunk's rows.
 
     Both are scaled towards 2^top by one exact power of two: beside factors of 2^-115 a gradient of 1e-6 would vanish.
-    ``rows_out`` is ``[slot, head, 5, 32]`` fp32: the diagonal of dO Vn^T, q.dq = output.dO, k.dk = 2 U.Vn / beta - U.v,
-    U.v, and the power that undoes the scaling. U is dv. One program a (slot, head).
+    ``rows_out`` is ``[slot, head, 7, 32]`` fp32: the diagonal of dO Vn^T, q.dq = output.dO, k.dk = 2 U.Vn / beta - U.v,
+    U.v, the power that undoes the scaling, and what makes q and k unit vectors, q's times the output's scale. U, which is
+    dv, is A diag(beta) transposed applied to the gradient of Vn. One program a (slot, head).
     """
     unit = tl.program_id(0)
     head = unit % heads
-    n, first, rows = locate(cu_seqlens, unit // heads, tokens, sequences, PACKED)
+    n, _, first, rows = locate(cu_seqlens, unit // heads, tokens, sequences, CHUNK, PACKED)
     i = tl.arange(0, CHUNK)
     exists = i < rows
     token = first + i
@@ -58,35 +67,49 @@ def pair_kernel(
             return
     strict = i[:, None] > i[None, :]
     diagonal = i[:, None] == i[None, :]
+    square = at * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
+    turned = tl.trans(tl.load(a_in + square))
     dp = tl.zeros([CHUNK, CHUNK], tl.float32)
     dm = tl.zeros([CHUNK, CHUNK], tl.float32)
     read = tl.zeros([CHUNK, BV], tl.float32)
     written = tl.zeros([CHUNK, BV], tl.float32)
-    value_at = at * (VP * CHUNK) + tl.arange(0, BV)[:, None] * CHUNK + i[None, :]
+    e = tl.arange(0, BV)
+    base = (first * heads + head) * V
+    row_at = (i * (heads * V))[:, None] + e[None, :]
+    value_at = at * (VP * CHUNK) + e[:, None] * CHUNK + i[None, :]
     for block in tl.range(0, value_blocks):
-        e = block * BV + tl.arange(0, BV)
-        there = exists[:, None] & (e < V)[None, :]
-        o_tile = tl.load(d_out + value_row[:, None] + e[None, :], mask=there, other=0.0).to(DT)
-        u = tl.load(dv + value_row[:, None] + e[None, :], mask=there, other=0.0).to(DT)
+        there = exists[:, None] if V == VP else exists[:, None] & (block * BV + e < V)[None, :]
+        shift = base + block * BV
+        o_tile = tl.load(d_out + shift + row_at, mask=there, other=0.0).to(DT)
+        d_new = tl.load(d_values + value_at + block * (BV * CHUNK))
         new = tl.load(values + value_at + block * (BV * CHUNK))
-        v_tile = tl.load(v + value_row[:, None] + e[None, :], mask=there, other=0.0).to(tl.float32)
-        output = tl.load(out + value_row[:, None] + e[None, :], mask=there, other=0.0).to(tl.float32)
+        v_tile = tl.load(v + shift + row_at, mask=there, other=0.0).to(tl.float32)
+        output = tl.load(out + shift + row_at, mask=there, other=0.0).to(tl.float32)
+        u = product(turned, tl.trans(d_new), tl.zeros([CHUNK, BV], tl.float32), DT) * scale
+        tl.store(dv + shift + row_at, u, mask=there)
         read += o_tile.to(tl.float32) * output
-        written += u.to(tl.float32) * v_tile
+        written += u * v_tile
         dp = product(o_tile, new, dp, DT)
-        dm = product(u, new, dm, DT)
+        dm = product(u.to(DT), new, dm, DT)
     b, _ = load_beta(beta, token * heads + head, exists, beta_max, BETA_LOGIT, FAST)
-    keep = rows_out + at * (5 * CHUNK) + i
+    keep = rows_out + at * (7 * CHUNK) + i
     u_v = tl.sum(written, 1)
     tl.store(keep, tl.sum(tl.where(diagonal, dp, 0.0), 1))
     tl.store(keep + CHUNK, tl.sum(read, 1) / (scale * scale))
     tl.store(keep + 2 * CHUNK, 2.0 * tl.sum(tl.where(diagonal, dm, 0.0), 1) / tl.where(exists, b, 1.0) - u_v)
     tl.store(keep + 3 * CHUNK, u_v)
+    if QK_NORM:
+        d = tl.arange(0, KP)
+        key_at = (first * (heads // group) + head // group) * K + (i * (heads // group * K))[:, None] + d[None, :]
+        there = exists[:, None] if K == KP else exists[:, None] & (d < K)[None, :]
+        q_tile = tl.load(q + key_at, mask=there, other=0.0).to(tl.float32)
+        tl.store(keep + 5 * CHUNK, scale / tl.sqrt(tl.sum(q_tile * q_tile, 1) + 1e-6))
+        k_tile = tl.load(k + key_at, mask=there, other=0.0).to(tl.float32)
+        tl.store(keep + 6 * CHUNK, 1.0 / tl.sqrt(tl.sum(k_tile * k_tile, 1) + 1e-6))
     dp = tl.where(strict, dp, 0.0)
     dm = tl.where(strict, dm, 0.0)
     up, down = headroom(dp, dm, top)
     tl.store(keep + 4 * CHUNK, tl.zeros([CHUNK], tl.float32) + down)
-    square = at * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
     tl.store(dp_out + square, (dp * up).to(DT))
     tl.store(dm_out + square, (dm * -up).to(DT))
 
@@ -123,7 +146,7 @@ def finish_kernel(
     pid = tl.program_id(0)
     head = pid % heads
     if pid < slots * heads:
-        _, first, rows = locate(cu_seqlens, pid // heads, tokens, sequences, PACKED)
+        _, _, first, rows = locate(cu_seqlens, pid // heads, tokens, sequences, CHUNK, PACKED)
         i = tl.arange(0, CHUNK)
         exists = i < rows
         share = tl.zeros([CHUNK], tl.float32)
