@@ -61,6 +61,31 @@ def test_padding_touches_no_state_and_gives_zero(lab: SimpleNamespace, index: to
     assert torch.equal(pool, new if inplace else before)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_padding_alone_touches_nothing(lab: SimpleNamespace, n: int) -> None:
+    step, parameters, state = one_token(lab, n)
+    pool = torch.randn(2, *state.shape[1:]).double()
+    before = pool.clone()
+    out, new = kda_step(*step.values(), pool, **parameters, state_indices=torch.full((n,), -1), inplace=True)
+    assert new is pool and torch.equal(pool, before) and not out.any()
+
+
+def test_gradients_flow_through_a_pool(lab: SimpleNamespace) -> None:
+    step, parameters, state = one_token(lab, 3)
+    step = {name: x.requires_grad_() for name, x in step.items()}
+    for where in (torch.tensor([2, 0, 1]), torch.tensor([-1, 0, 2])):
+        pool = state.clone().requires_grad_()
+        out, new = kda_step(*step.values(), pool, **parameters, state_indices=where)
+        found = torch.autograd.grad(out.square().sum() + new.square().sum(), [step["v"], pool])
+        used = where[where >= 0]
+        alone = [x[where >= 0] for x in step.values()]
+        out, states = kda_step(*alone, pool[used], **parameters)
+        rest = torch.ones(3, dtype=torch.bool).index_fill(0, used, False)
+        loss = out.square().sum() + states.square().sum() + pool[rest].square().sum()
+        for a, b in zip(found, torch.autograd.grad(loss, [step["v"], pool]), strict=True):
+            assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
 def test_in_place_writes_into_the_states(lab: SimpleNamespace) -> None:
     step, parameters, state = one_token(lab, 2)
     mine = state.clone()

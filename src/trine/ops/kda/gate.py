@@ -44,7 +44,9 @@ def sigmoid_(negated: Tensor) -> Tensor:
 
 def sigmoid(x: Tensor) -> Tensor:
     """Elementwise logistic function whose bits depend on the element alone; see ``_Sigmoid``."""
-    return _Sigmoid.apply(x)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Sigmoid.apply(x)
+    return sigmoid_(x.neg())
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from trine.ops.kda._checks import check_step
 from trine.ops.kda.gate import compute_dtype, log_decay, sigmoid
-from trine.ops.kda.reference import l2_normalize
 
 
 def kda_step(
@@ -52,42 +51,53 @@ def kda_step(
         q_NHK, k_NHK, v_NHV, gate, beta, state_NHKV, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind,
         lower_bound=lower_bound, state_indices=state_indices,
     )  # fmt: skip
-    if (
-        inplace
-        and torch.is_grad_enabled()
-        and any(
-            t is not None and t.requires_grad for t in (q_NHK, k_NHK, v_NHV, gate, beta, state_NHKV, A_log, dt_bias)
-        )
-    ):
+    tensors = (q_NHK, k_NHK, v_NHV, gate, beta, state_NHKV, A_log, dt_bias)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if inplace and needs_grad:
         raise ValueError("inplace: found inputs that require a gradient, need torch.no_grad() for in-place steps")
     dtype = compute_dtype(q_NHK, k_NHK, v_NHV, gate)
     groups = v_NHV.shape[1] // q_NHK.shape[1]
-    q, k, v = q_NHK.to(dtype), k_NHK.to(dtype), v_NHV.to(dtype)
+    qk, v = torch.stack([q_NHK.to(dtype), k_NHK.to(dtype)]), v_NHV.to(dtype)
     if qk_norm:
-        q, k = l2_normalize(q), l2_normalize(k)
+        qk = qk * torch.rsqrt(qk.square().sum(-1, keepdim=True) + 1e-6)
     if groups > 1:
-        q, k = q.repeat_interleave(groups, dim=1), k.repeat_interleave(groups, dim=1)
-    decay = log_decay(gate.to(dtype), A_log, dt_bias, gate_kind, lower_bound).exp()
+        qk = qk.repeat_interleave(groups, dim=2)
+    q, k = qk.unbind()
+    decay = log_decay(gate.to(dtype), A_log, dt_bias, gate_kind, lower_bound).exp().unsqueeze(-1)
     b = beta.to(dtype)
-    b = beta_max * sigmoid(b) if beta_is_logit else b
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-
-    keep = index = None
-    state = state_NHKV
-    if state_indices is not None:
-        keep = state_indices >= 0
-        index = state_indices.clamp(min=0).long()
-        state = state_NHKV[index]
+    b = (beta_max * sigmoid(b) if beta_is_logit else b).unsqueeze(-1)
     n, heads, channels = q.shape
-    values = v.shape[-1]
-    S = (state * decay.unsqueeze(-1)).view(n * heads, channels, values)
-    flat = (n * heads, 1, channels)
-    error = torch.baddbmm(v.reshape(n * heads, 1, values), k.reshape(flat), S, alpha=-1.0)
-    S = torch.baddbmm(S, (k * b.unsqueeze(-1)).reshape(flat).mT, error)
-    out = torch.bmm((q * scale).reshape(flat), S).view(n, heads, values)
-    new = S.view(n, heads, channels, values)
-    if keep is not None and index is not None:
-        out = torch.where(keep[:, None, None], out, 0.0)
-        pool = state_NHKV if inplace else state_NHKV.clone()
-        return out.to(v_NHV.dtype), pool.index_put_((index[keep],), new[keep])
-    return out.to(v_NHV.dtype), state_NHKV.copy_(new) if inplace else new
+    scale = channels**-0.5 if scale is None else scale
+
+    def update(state: Tensor, owned: bool) -> tuple[Tensor, Tensor]:
+        """Output and new states of ``state``, in place if it is ours to change."""
+        S = state.mul_(decay) if owned else state * decay
+        flat = S.view(n * heads, channels, -1) if n else S.view(0, channels, v.shape[-1])
+        error = torch.baddbmm(v.reshape(n * heads, 1, v.shape[-1]), k.reshape(n * heads, 1, channels), flat, alpha=-1.0)
+        write = (k * b).reshape(n * heads, channels, 1)
+        flat = torch.addcmul(flat, write, error) if needs_grad else flat.addcmul_(write, error)
+        out = torch.bmm((q * scale).reshape(n * heads, 1, channels), flat)
+        return out.view(n, heads, v.shape[-1]).to(v_NHV.dtype), flat.view_as(state)
+
+    if state_indices is None:
+        out, new = update(state_NHKV, owned=inplace)
+        return out, state_NHKV if inplace else new
+    keep = state_indices >= 0
+    if state_indices.device.type == "cpu" and bool(keep.all()):
+        out, new = update(state_NHKV[state_indices], owned=not needs_grad)
+        index = state_indices.long()
+    else:
+        # Padding works on the first used entry and writes what that entry gets, or, where none is used, what stood
+        # there: no state is touched, no two writes differ, and nothing is read back from the device.
+        first = keep.int().argmax()
+        index = torch.where(keep, state_indices, state_indices[first].clamp(min=0)).long()
+        old = state_NHKV[index]
+        out, new = update(old, owned=False)
+        out = torch.where(keep[:, None, None], out, torch.zeros_like(out))
+        if needs_grad:
+            index, new = index[keep], new[keep]
+        else:
+            instead = torch.where(keep[first], new[first], old[first])
+            new = torch.where(keep[:, None, None, None], new, instead)
+    pool = state_NHKV if inplace else state_NHKV.clone()
+    return out, pool.index_put_((index,), new)

@@ -206,7 +206,7 @@ def forward_pass(
         state = reads.new_zeros(layout.active[0], heads, channels, values)
     else:
         state = initial_state if layout.in_order else initial_state[layout.members]
-    chunk_decay = decay.prod(1).unsqueeze(-1)
+    chunk_decay = (decay[:, 0] if split == 1 else decay.prod(1)).unsqueeze(-1)
     predicted, e, slots, last = scan(
         layout, heads, state_reads, chunk_decay, R, layout.tiled(v_RHV), state.reshape(-1, channels, values), 1 / shift,
         keep,
@@ -258,8 +258,9 @@ def backward_pass(
     X = X.view(chunks, 2 * size, values)
     d_last = None if d_final is None else d_final.to(y.dtype)[layout.members].view(-1, channels, values)
     decay = s.grow[:, -1].view(chunks, split, channels)
+    chunk_decay = (decay[:, 0] if split == 1 else decay.prod(1)).unsqueeze(-1)
     d_reads, d_end, d_decay, d_enter = scan_back(
-        layout, heads, s.state_reads, decay.prod(1).unsqueeze(-1), s.R, y, s.slots, X, dv, d_last, 1 / shift
+        layout, heads, s.state_reads, chunk_decay, s.R, y, s.slots, X, dv, d_last, 1 / shift
     )
 
     # Products of chunks, then of tiles.
