@@ -31,10 +31,10 @@ def _need(holds: bool, name: str, found: object, needed: str) -> None:
 class Stage:
     """One context length of the curriculum. Tokens a step stay the same when a stage changes the row length."""
 
-    length: int = 256  # tokens of a row: the longest context a token can see
+    length: int = 128  # tokens of a row: the longest context a token can see
     share: float = 1.0  # of the planned tokens; the shares of all stages add up to 1
-    step_tokens: int = 16_384  # tokens an optimizer step
-    micro_tokens: int = 4_096  # tokens a forward and backward pass; on a CPU the activations of 4096 stay in the cache
+    step_tokens: int = 4_096  # tokens an optimizer step; in a short plan steps are scarcer than tokens
+    micro_tokens: int = 2_048  # tokens a forward and backward pass; on a CPU each thread takes one of these at a time
     recompute: bool = False  # keep only sublayer inputs for the backward pass: less memory, a quarter more time
 
     def __post_init__(self) -> None:
@@ -50,9 +50,9 @@ class Stage:
 class Rates:
     """Peak learning rates. Three groups, because a short plan wants embeddings to grow fast and gates to stay calm."""
 
-    muon: float = 1e-2  # matrices, each head and each expert alone; the update has root mean square 0.2 x this
+    muon: float = 1.8e-2  # matrices, each head and each expert alone; the update has root mean square 0.2 x this
     embeddings: float = 2e-2  # AdamW: token embedding and output head
-    other: float = 2e-3  # AdamW: norms, gains, depth queries, convolutions, A_log, dt_bias
+    other: float = 5e-3  # AdamW: norms, gains, depth queries, convolutions, A_log, dt_bias
 
     def __post_init__(self) -> None:
         for name in ("muon", "embeddings", "other"):
@@ -68,7 +68,7 @@ class OptimizerConfig:
     final: float = 0.0  # fraction of the rate left at the end of the cosine
     weight_decay: float = 0.1  # decoupled; never on norms, gains, biases, depth queries, A_log, dt_bias
     clip: float = 1.0  # largest global gradient norm
-    momentum: float = 0.95  # Muon, Nesterov
+    momentum: float = 0.9  # Muon, Nesterov; 0.95 in Kimi K2's recipe is for plans of a hundred times as many steps
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     eps: float = 1e-8  # AdamW
@@ -126,7 +126,7 @@ class TrainConfig:
     runs: str = "runs"  # folder that holds all runs
     resume: bool = False  # go on with the run from its newest valid checkpoint
     seed: int = 0  # of initialisation and of the order of the data
-    tokens: int = 4_915_200  # planned total: the cosine ends here
+    tokens: int = 2_703_360  # planned total: the cosine ends here
     stages: tuple[Stage, ...] = (Stage(),)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
