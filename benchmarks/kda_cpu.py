@@ -183,8 +183,15 @@ def implementations(case: Case, leaves: dict[str, object], peers: bool) -> dict[
     }
     if not peers:
         return runs
-    runs["trine reference"] = lambda: kda(**leaves, cu_seqlens=packed, backend="reference")[0]
     rows = (case.documents, case.tokens // case.documents)
+    per_token = ("q", "k", "v", "gate", "beta")
+
+    def reference() -> torch.Tensor:
+        """Equal documents as batch rows: the token loop is as long as one document."""
+        batch = {n: x.view(*rows, *x.shape[2:]) if n in per_token else x for n, x in leaves.items()}
+        return kda(**batch, backend="reference")[0].view(1, case.tokens, case.heads, -1)
+
+    runs["trine reference"] = reference
 
     def prepared() -> tuple[torch.Tensor, ...]:
         """What the peers take: normalised q and k, log-decays, beta; equal documents as batch rows."""

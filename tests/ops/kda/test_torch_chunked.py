@@ -244,6 +244,9 @@ def test_no_tokens_at_all(lab: SimpleNamespace, lengths: tuple[int, ...], backen
     assert out.shape == inputs["v"].shape and final is not None and torch.equal(final, state)
     final.sum().backward()
     assert torch.equal(state.grad, torch.ones_like(state))
+    values = inputs["v"].requires_grad_()
+    kda(**inputs, cu_seqlens=lab.cu(*lengths), backend=backend)[0].sum().backward()
+    assert values.grad is not None and values.grad.shape == values.shape
     del inputs["initial_state"]
     out, final = kda(**inputs, cu_seqlens=lab.cu(*lengths), output_final_state=True, backend=backend)
     assert final is not None and final.abs().max() == 0

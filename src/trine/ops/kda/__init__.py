@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trine.ops._backend import pick
+from trine.ops._sequences import check_cu_seqlens
 from trine.ops.kda._checks import PLANS, TILE, check_inputs
 from trine.ops.kda.chunk import tiles_in_chunk
 from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype
@@ -208,6 +209,10 @@ def _run_torch(
     groups = hv // heads
     if groups > 1:
         q, k = q.repeat_interleave(groups, dim=2), k.repeat_interleave(groups, dim=2)
+    if cu_seqlens is not None and cu_seqlens.device.type != "cpu":
+        # This path lays out tiles on the host, so it has to read the bounds; they have not been checked yet.
+        cu_seqlens = cu_seqlens.cpu()
+        check_cu_seqlens(cu_seqlens, batch, tokens)
     lengths = [tokens] * batch if cu_seqlens is None else cu_seqlens.diff().tolist()
     if not any(lengths):
         dtype = compute_dtype(q, k, v, gate)
@@ -216,7 +221,7 @@ def _run_torch(
             if initial_state is None
             else initial_state.clone()
         )
-        return torch.zeros_like(v), final if output_final_state else None
+        return v.clone(), final if output_final_state else None
     options = Options(
         gate_kind=gate_kind,
         lower_bound=lower_bound,

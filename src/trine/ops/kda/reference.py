@@ -78,5 +78,5 @@ def kda_reference(
             S = S + (beta_BTH[rows, t, :, None, None] * k_t) @ error
             outputs.append((q_BTHK[rows, t].unsqueeze(-2) @ S).squeeze(-2))
         finals.append(S)
-    output = torch.stack(outputs, 1) if outputs else v_BTHV.new_zeros(v.shape)
+    output = torch.stack(outputs, 1) if outputs else v_BTHV.clone()
     return output.to(v.dtype), torch.cat(finals) if output_final_state else None

@@ -92,7 +92,7 @@ class TileGate:
         """
         heads, split, _, channels = x.shape[-4:]
         tiles = x.sum(-2).view(layout.chunks, heads, split, channels)
-        by_sequence = layout.by_sequence(_ordered_sum(tiles.permute(2, 0, 1, 3)).view(layout.chunks, heads * channels))
+        by_sequence = layout.by_sequence(tiles.sum(2).view(layout.chunks, heads * channels))
         return _ordered_sum(_ordered_sum(by_sequence.transpose(0, 1))).view(heads, channels)
 
 

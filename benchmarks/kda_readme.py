@@ -1,0 +1,86 @@
+"""Write the tables of the KDA README from the newest records: ``python benchmarks/kda_readme.py``.
+
+Each table stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; what was between is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from _common import RESULTS
+
+README = Path(__file__).resolve().parents[1] / "src" / "trine" / "ops" / "kda" / "README.md"
+
+
+def newest(benchmark: str) -> list[dict[str, Any]]:
+    """Records of the newest file of a benchmark; empty if there is none."""
+    files = sorted(RESULTS.glob(f"{benchmark}-*.json"), key=lambda path: path.stem[-10:])
+    return json.loads(files[-1].read_text()) if files else []
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def source(records: list[dict[str, Any]]) -> str:
+    """Where the numbers come from."""
+    first = records[0]
+    threads = f", {first['threads']} threads" if first.get("threads") else ""
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version)
+    busy = "" if all(r.get("quiet") is not False for r in records) else " **The machine was busy: repeat before use.**"
+    return f"{first['hardware']}{threads}, {first['date']}, {versions}.{busy}"
+
+
+def speeds() -> str:
+    """Time and memory of each implementation, case by case."""
+    records = newest("kda_cpu")
+    if not records:
+        return "No records yet."
+    ours = {r["case"]: r["ms"] for r in records if r["impl"] == "trine"}
+    rows = [
+        [
+            r["case"],
+            r["impl"],
+            f"{r['ms']:.2f} ({r['median_ms']:.2f})",
+            f"{r['ms'] / ours[r['case']]:.1f}",
+            "" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**20:.0f}",
+        ]
+        for r in records
+    ]
+    head = ["case", "implementation", "ms, best (median)", "times trine", "peak MiB"]
+    return f"{markdown(head, rows)}\n\n{source(records)}"
+
+
+def errors() -> str:
+    """Worst relative error of outputs, states and gradients, and that of the gate's gradient, by kind of gate."""
+    records = newest("kda_errors")
+    if not records:
+        return "No records yet."
+    found = {(r["case"], r["gates"], r["impl"]): r["error"] for r in records}
+    plain = [key for key in found if not key[0].endswith("gate gradient")]
+    rows = []
+    for case, gates, impl in plain:
+        gate = found[f"{case} gate gradient", gates, impl]
+        rows.append([case.split(" ", 1)[1], gates, impl, f"{found[case, gates, impl]:.1e}", f"{gate:.1e}"])
+    head = ["case", "gates", "implementation", "worst but the gate's", "gate's gradient"]
+    return f"{markdown(head, rows)}\n\n{source(records)}"
+
+
+def main() -> None:
+    """Replace every table."""
+    text = README.read_text()
+    for name, table in (("speeds", speeds()), ("errors", errors())):
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    README.write_text(text)
+    print(README)
+
+
+if __name__ == "__main__":
+    main()
