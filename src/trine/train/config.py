@@ -126,7 +126,7 @@ class TrainConfig:
     runs: str = "runs"  # folder that holds all runs
     resume: bool = False  # go on with the run from its newest valid checkpoint
     seed: int = 0  # of initialisation and of the order of the data
-    tokens: int = 2_703_360  # planned total: the cosine ends here
+    tokens: int = 2_375_680  # planned total: the cosine ends here
     stages: tuple[Stage, ...] = (Stage(),)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
