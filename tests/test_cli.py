@@ -63,7 +63,7 @@ MISTAKES = [
         2,
     ),
     (
-        "train --stages.0.length 200",
+        "train --stages.0.length 200 --stages.0.micro-tokens 4096",
         "trine train: stages.micro_tokens: found 4096, need a multiple of the row length 200",
         1,
     ),
