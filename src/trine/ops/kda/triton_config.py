@@ -24,9 +24,9 @@ MAX_DECAY = 5.4
 """Largest |lower_bound|: 32 steps of it, halved by the anchor, stay inside the exponent range of bf16 and fp32."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Config:
-    """How one call runs.
+    """How one call runs. Compared by identity (``choose`` makes each once), so that look-ups by it cost nothing.
 
     Attributes:
         key_block: K padded to a power of two; factors are stored with this many channels.
@@ -34,6 +34,7 @@ class Config:
         factor: dtype of the stored factors W, Q+, K- and P, and of the state and the corrected values as operands.
         value: dtype in which v is multiplied.
         tile: dtype of the operands of the diagonal tiles (needs bf16's exponent range).
+        single_warp: prepare tiles with the Gluon kernel, where dtypes are 16-bit and strides allow 16-byte loads.
         prepare, scan, transition, combine: how the kernels are compiled.
         segment: tokens a segment of the exact segmented scan; 0 walks a sequence from end to end.
         combine_block: value rows of one program that joins segments.
@@ -44,6 +45,7 @@ class Config:
     factor: torch.dtype
     value: torch.dtype
     tile: torch.dtype
+    single_warp: bool
     prepare: Options
     scan: Options
     transition: Options
@@ -117,6 +119,7 @@ def choose(
             factor=torch.float32,
             value=torch.float32,
             tile=torch.float32,
+            single_warp=False,
             prepare=Options(num_warps=8),
             scan=Options(num_warps=4, num_stages=1),
             transition=Options(num_warps=4, num_stages=1),
@@ -137,6 +140,7 @@ def choose(
         factor=factor,
         value=torch.bfloat16 if not bounded else value_dtype,
         tile=torch.bfloat16,
+        single_warp=key_block >= 64,
         prepare=Options(num_warps=2 if key_block <= 128 else 4),
         scan=scan,
         transition=scan,

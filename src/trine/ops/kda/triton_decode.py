@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trine.ops.kda.triton_config import LOG2E, MAX_CHANNELS
 from trine.ops.kda.triton_launch import Kernel, Options, Variant, type_name
-from trine.ops.kda.triton_prepare import alignment, even_rows, exp2, reciprocal
+from trine.ops.kda.triton_prepare import alignment, even_rows, exp2, parameter, reciprocal
 
 _GATES = {"bounded": 0, "softplus": 1, "log_decay": 2}
 
@@ -149,7 +149,7 @@ def decode_variant(
     logit: bool,
     has_a: bool,
     has_bias: bool,
-    value_block: int = 32,
+    value_block: int = 64,
     options: Options = Options(num_warps=4),  # noqa: B008  frozen
 ) -> Variant:
     """The compiled form of ``decode_kernel``; ``dtypes`` are those of q, k, v, gate, beta."""
@@ -165,7 +165,7 @@ def decode_variant(
         max(16, 1 << (key_width - 1).bit_length()),
         value_width,
         value_block,
-        triton.cdiv(value_width, value_block),
+        -(-value_width // value_block),
         align,
         gate,
         norm,
@@ -225,8 +225,7 @@ def kda_step_triton(
         target = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     q, k, v, gate = even_rows(q_NHK), even_rows(k_NHK), even_rows(v_NHV), even_rows(gate)
     out = torch.empty(sequences, heads, value_width, dtype=v.dtype, device=v.device)
-    a_log = None if A_log is None else A_log.detach().float().contiguous()
-    bias = None if dt_bias is None else dt_bias.detach().float().contiguous()
+    a_log, bias = parameter(A_log), parameter(dt_bias)
     align = alignment(source, target)
     variant = decode_variant(
         (q.dtype, k.dtype, v.dtype, gate.dtype, beta.dtype),
@@ -242,7 +241,7 @@ def kda_step_triton(
         bias is not None,
     )
     DECODE.launch(
-        sequences * heads * triton.cdiv(value_width, 32),
+        sequences * heads * -(-value_width // 64),
         (
             *(q, k, v, gate, beta, a_log, bias, state_indices, source, target, out),
             *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *gate.stride()[:2], *beta.stride()),

@@ -42,15 +42,12 @@ class Options:
     num_warps: int = 4  # warps a program
     num_stages: int = 1  # software pipelining depth of loops
     maxnreg: int | None = None  # cap on registers a thread; None leaves it to the assembler
-    launch_pdl: bool = False  # may start before the previous kernel has drained (the kernel waits itself)
 
     def as_dict(self) -> dict[str, Any]:
         """The options under Triton's names."""
         options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.maxnreg is not None:
             options["maxnreg"] = self.maxnreg
-        if self.launch_pdl:
-            options["launch_pdl"] = True
         return options
 
 
@@ -76,7 +73,7 @@ class Kernel:
         self.function = function
         self.interpreted = not isinstance(function, JITFunction)
         self.name: str = function.fn.__name__
-        self._compiled: dict[tuple[Variant, int], tuple[Any, tuple[None, ...]]] = {}
+        self._compiled: dict[tuple[Variant, int], tuple[Any, ...]] = {}
 
     def compile(self, variant: Variant, arch: int = 90) -> Any:
         """Compile for CUDA architecture ``arch`` (90 for Hopper). Needs no GPU.
@@ -94,7 +91,8 @@ class Kernel:
         signature = dict(zip(names, (*variant.types, *("constexpr" for _ in variant.constants)), strict=True))
         constants = {(split + i,): value for i, value in enumerate(variant.constants)}
         attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(variant.types) if kind[0] == "*"}
-        source = ASTSource(self.function, signature, constexprs=constants, attrs=attributes)
+        kind = _gluon_source() if self.function.is_gluon() else ASTSource
+        source = kind(self.function, signature, constexprs=constants, attrs=attributes)
         return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=variant.options.as_dict())
 
     def launch(self, grid: int, args: tuple[Any, ...], variant: Variant, device: torch.device) -> None:
@@ -110,18 +108,36 @@ class Kernel:
         index = device.index if device.index is not None else torch.cuda.current_device()
         entry = self._compiled.get((variant, index))
         if entry is None:
-            major, minor = torch.cuda.get_device_capability(index)
-            with torch.cuda.device(index):
-                compiled = self.compile(variant, major * 10 + minor)
-                entry = (compiled, (None,) * len(variant.constants))
-                compiled.run  # noqa: B018  loads the binary on this device
-            self._compiled[(variant, index)] = entry
-        compiled, padding = entry
+            entry = self._compiled[(variant, index)] = self._load(variant, index)
+        launch, function, metadata, cooperative, pdl, padding = entry
         stream = torch._C._cuda_getCurrentRawStream(index)
         addresses = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-        compiled.run(
-            grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *padding
+        # Grid, stream, function, two flags, two scratch buffers (these kernels have none), metadata, three hooks.
+        launch(
+            *(grid, 1, 1, stream, function, cooperative, pdl, None, None, metadata, None, None, None),
+            *addresses,
+            *padding,
         )
+
+    def _load(self, variant: Variant, index: int) -> tuple[Any, ...]:
+        """Compile for device ``index``, load the binary there and take the compiled launcher out of its wrapper."""
+        major, minor = torch.cuda.get_device_capability(index)
+        with torch.cuda.device(index):
+            compiled = self.compile(variant, major * 10 + minor)
+            launcher = compiled.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            raise RuntimeError(f"{self.name}: needs scratch memory from Triton, which this launch path does not give")
+        padding = (None,) * len(variant.constants)
+        return (
+            *(launcher.launch, compiled.function, compiled.packed_metadata),
+            *(launcher.launch_cooperative_grid, launcher.launch_pdl, padding),
+        )
+
+
+def _gluon_source() -> Any:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 @dataclass

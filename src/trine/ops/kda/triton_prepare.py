@@ -120,7 +120,7 @@ def invert_tile(m, scratch_in, scratch_out, C: tl.constexpr, PRECISION: tl.const
         for l in tl.static_range(i):
             x -= tl.load(block_in + (i * 16 + l)) * xs[l]
         tl.store(block_out + i * 16, x)
-        xs = (*xs, x)
+        xs = xs + (x,)  # noqa: RUF005  Triton knows no starred expressions
     tl.debug_barrier()
     inverse = tl.load(scratch_out + place, mask=same, other=0.0)
     tl.debug_barrier()
@@ -283,7 +283,7 @@ def prepare_kernel(
             leave * back,
             mask=tl.broadcast_to(line == 0, (ROWS, PART)),
         )
-        written = (*written, tl.reshape((k_up * back).to(FACTOR), [C, PART]))
+        written = written + (tl.reshape((k_up * back).to(FACTOR), [C, PART]),)  # noqa: RUF005
         right = tl.trans(tl.reshape(k_down.to(TILE), [C, PART]))
         m = tl.dot(tl.reshape(k_up.to(TILE), [C, PART]), right, m, input_precision=PRECISION)
         if NORM:
@@ -368,13 +368,24 @@ def even_rows(tensor: Tensor) -> Tensor:
 
 def alignment(*tensors: Tensor) -> int:
     """Largest of 8, 4, 2, 1 elements that divides every stride but the last; dimensions of size 1 do not count."""
-    divisor = 8
+    bits = 8
     for tensor in tensors:
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-            if size > 1:
-                while stride % divisor:
-                    divisor //= 2
-    return divisor
+        for stride in tensor.stride()[:-1]:
+            bits |= stride
+    if bits & 7:
+        bits = 8
+        for tensor in tensors:
+            for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+                if size > 1:
+                    bits |= stride
+    return bits & -bits
+
+
+def parameter(tensor: Tensor | None) -> Tensor | None:
+    """A gate parameter as the kernels read it: fp32, contiguous; itself if it is that already."""
+    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
+        return tensor
+    return tensor.detach().float().contiguous()
 
 
 def make_problem(
@@ -402,10 +413,7 @@ def make_problem(
     batch, tokens, key_heads, key_width = q.shape
     heads, value_width = v.shape[2], v.shape[3]
     q, k, v, gate = even_rows(q), even_rows(k), even_rows(v), even_rows(gate)
-    if a_log is not None:
-        a_log = a_log.detach().float().contiguous()
-    if dt_bias is not None:
-        dt_bias = dt_bias.detach().float().contiguous()
+    a_log, dt_bias = parameter(a_log), parameter(dt_bias)
     table = None
     if cu_seqlens is None:
         sequences, per_sequence = batch, -(-tokens // CHUNK)
@@ -416,7 +424,7 @@ def make_problem(
         slots = tokens // CHUNK + sequences
         table = torch.empty(slots, dtype=torch.int32, device=q.device)
         TABLE.launch(
-            triton.cdiv(slots, 256),
+            -(-slots // 256),
             (cu_seqlens, table, error, tokens, sequences, slots),
             _table_variant(cu_seqlens.dtype),
             q.device,
@@ -498,20 +506,66 @@ def prepare_variant(
     return Variant(types, constants, config.prepare)
 
 
+@cache
+def _single_warp() -> Kernel | None:
+    """The Gluon kernel, or None where this Triton has no Gluon or kernels are interpreted."""
+    if PREPARE.interpreted:
+        return None
+    try:
+        from trine.ops.kda.gluon_prepare import gluon_prepare_kernel
+    except ImportError:
+        return None
+    return Kernel(gluon_prepare_kernel)
+
+
+@cache
+def single_warp_variant(
+    config: Config,
+    dtypes: tuple[torch.dtype, ...],
+    index_dtype: torch.dtype | None,
+    key_width: int,
+    align: int,
+    norm: bool,
+    logit: bool,
+    has_a: bool,
+    has_bias: bool,
+) -> Variant:
+    """The compiled form of ``gluon_prepare_kernel``, arguments as ``prepare_variant``."""
+    factor, value = "*" + type_name(config.factor), "*" + type_name(config.value)
+    types = (
+        *("*" + type_name(dtype) for dtype in dtypes),
+        *("*fp32", "*fp32", "*" + type_name(index_dtype or torch.int32), "*i32"),
+        *(factor, factor, value, "*fp32"),
+        *(["i64"] * 12),
+        *(["i32"] * 5),
+        *(["fp32"] * 4),
+    )
+    constants = (
+        *(key_width, config.key_block),
+        *(TRITON_TYPES[config.factor], TRITON_TYPES[config.value], TRITON_TYPES[config.tile]),
+        *(align, norm, logit, has_a, has_bias, index_dtype is not None),
+    )
+    return Variant(types, constants, Options(num_warps=1))
+
+
 def prepare(problem: Problem) -> Factors:
     """Launch the first kernel. Allocates 6 K + 128 bytes a token and head in 16-bit factors."""
     config, device = problem.config, problem.q.device
-    shape = (problem.slots, problem.heads, CHUNK)
-    wqk = torch.empty(3, *shape, config.key_block, dtype=config.factor, device=device)
-    p = torch.empty(*shape, CHUNK, dtype=config.factor, device=device)
-    a = torch.empty(*shape, CHUNK, dtype=config.value, device=device)
-    decay = torch.empty(problem.slots, problem.heads, config.key_block, dtype=torch.float32, device=device)
+    slots, heads, key_block = problem.slots, problem.heads, config.key_block
+    wqk = torch.empty((3, slots, heads, CHUNK, key_block), dtype=config.factor, device=device)
+    p = torch.empty((slots, heads, CHUNK, CHUNK), dtype=config.factor, device=device)
+    a = torch.empty((slots, heads, CHUNK, CHUNK), dtype=config.value, device=device)
+    decay = torch.empty((slots, heads, key_block), dtype=torch.float32, device=device)
     align, shift = problem.align, float(anchor(problem.bound))
     q, k, gate, beta = problem.q, problem.k, problem.gate, problem.beta
-    scratch: tuple[Tensor, Tensor] = (p, a)
-    if PREPARE.interpreted:
+    half = q.dtype.itemsize == k.dtype.itemsize == gate.dtype.itemsize == 2
+    kernel = _single_warp() if config.single_warp and align == 8 and half else None
+    scratch: tuple[Tensor, ...] = (p, a)
+    if kernel is not None:
+        scratch = ()
+    elif PREPARE.interpreted:
         scratch = (p.view(torch.float32), a.view(torch.float32))
-    variant = prepare_variant(
+    variant = (prepare_variant if kernel is None else single_warp_variant)(
         config,
         (q.dtype, k.dtype, gate.dtype, beta.dtype),
         problem.cu.dtype if problem.cu is not None else None,
@@ -522,16 +576,15 @@ def prepare(problem: Problem) -> Factors:
         problem.a_log is not None,
         problem.bias is not None,
     )
-    PREPARE.launch(
-        problem.slots * problem.heads,
+    (q0, q1, q2, _), (k0, k1, k2, _), (g0, g1, g2, _) = q.stride(), k.stride(), gate.stride()
+    (kernel or PREPARE).launch(
+        slots * heads,
         (
             *(q, k, gate, beta, problem.a_log, problem.bias, problem.cu, problem.table),
             *(wqk, p, a, *scratch, decay),
-            *(s // align for s in q.stride()[:3]),
-            *(s // align for s in k.stride()[:3]),
-            *(s // align for s in gate.stride()[:3]),
-            *beta.stride(),
-            *(problem.tokens, problem.tiles_a_sequence, problem.slots, problem.heads, problem.group),
+            *(q0 // align, q1 // align, q2 // align, k0 // align, k1 // align, k2 // align),
+            *(g0 // align, g1 // align, g2 // align, *beta.stride()),
+            *(problem.tokens, problem.tiles_a_sequence, slots, heads, problem.group),
             *(problem.bound * LOG2E, shift, 2.0**-shift, problem.beta_max),
         ),
         variant,

@@ -165,16 +165,21 @@ def scan_kernel(
     tile0 = (slot + (first - start) // C).to(tl.int64) * heads + hv
     real = (value < V) & (block < BLOCKS)
     count = (stop - first + (C - 1)) // C
+    # The compiler pipelines loads that feed products; the decay is fetched two steps ahead by hand, at the end of a
+    # step. One step is less than its latency, and where it is asked for at the beginning of a step, the step waits for
+    # it at once, because loads share the hardware's few scoreboards.
+    decay = tl.load(decay_ptr + tile0 * BK + key, mask=(key < BK) & (count > 0), other=0.0)
+    decay_next = tl.load(decay_ptr + (tile0 + heads) * BK + key, mask=(key < BK) & (count > 1), other=0.0)
     for i in tl.range(0, count):
         tile = tile0 + i * heads
         w_tile = wqk_ptr + tile * (C * BK)
         w = tl.load(w_tile + keys)
         k_minus = tl.load(w_tile + 2 * plane + keys)
         a = tl.load(a_ptr + tile * (C * C) + square)
-        decay = tl.load(decay_ptr + tile * BK + key)
         seen = (rows[:, None] < stop - first - i * C) & real[None, :]
         v = tl.load(v_row + (i * C + rows[:, None]) * v_stride_t * ALIGN + value[None, :], mask=seen, other=0.0)
         operand = state.to(FACTOR)
+        state = state * decay[None, :]
         new = tl.dot(tl.trans(v.to(VALUE)), tl.trans(a), input_precision=PRECISION)
         new = tl.dot(operand, tl.trans(w), new, input_precision=PRECISION).to(FACTOR)
         if OUTPUT:
@@ -184,7 +189,11 @@ def scan_kernel(
             o = tl.dot(new, tl.trans(p), o, input_precision=PRECISION) * scale
             target = o_row + (i * C + rows[:, None]).to(tl.int64) * heads * V + value[None, :]
             tl.store(target, tl.trans(o).to(out_ptr.dtype.element_ty), mask=seen)
-        state = tl.dot(new, k_minus, state * decay[None, :], input_precision=PRECISION)
+        state = tl.dot(new, k_minus, state, input_precision=PRECISION)
+        # (A plain copy here would make the compiler give up pipelining the loop.)
+        decay = tl.where(i + 1 < count, decay_next, 0.0)
+        ahead = tile + 2 * heads
+        decay_next = tl.load(decay_ptr + ahead * BK + key, mask=(key < BK) & (i + 2 < count), other=0.0)
 
     if OUTPUT:
         if HAS_FINAL:  # noqa: SIM102
@@ -284,8 +293,8 @@ def scan_variant(
         config.key_block,
         value_width,
         config.value_block,
-        triton.cdiv(value_width, config.value_block),
-        0 if output else triton.cdiv(config.key_block, config.value_block),
+        -(-value_width // config.value_block),
+        0 if output else -(-config.key_block // config.value_block),
         TRITON_TYPES[config.factor],
         TRITON_TYPES[config.value],
         align,
@@ -307,7 +316,7 @@ def combine_variant(config: Config, index_dtype: torch.dtype | None, value_width
         config.key_block,
         value_width,
         config.combine_block,
-        triton.cdiv(value_width, config.combine_block),
+        -(-value_width // config.combine_block),
         index_dtype is not None,
         config.precision,
     )
@@ -326,10 +335,10 @@ def scan(
     heads, width = problem.heads, problem.value_width
     batch = problem.v.shape[0]
     index = problem.cu.dtype if problem.cu is not None else None
-    out = torch.empty(batch, problem.tokens, heads, width, dtype=out_dtype, device=device)
+    out = torch.empty((batch, problem.tokens, heads, width), dtype=out_dtype, device=device)
     final = None
     if output_final:
-        final = torch.empty(problem.sequences, heads, problem.key_width, width, dtype=torch.float32, device=device)
+        final = torch.empty((problem.sequences, heads, problem.key_width, width), dtype=torch.float32, device=device)
     segment = config.segment
     segmented = 0 < segment < problem.tokens
     places, per_sequence = problem.sequences, 0
@@ -337,23 +346,24 @@ def scan(
     if segmented:
         per_sequence = -(-problem.tokens // segment)
         places = problem.tokens // segment + places if index is not None else places * per_sequence
-        enter = torch.empty(places, heads, width, config.key_block, dtype=torch.float32, device=device)
-        maps = torch.empty(places, heads, config.key_block, config.key_block, dtype=torch.float32, device=device)
+        enter = torch.empty((places, heads, width, config.key_block), dtype=torch.float32, device=device)
+        maps = torch.empty((places, heads, config.key_block, config.key_block), dtype=torch.float32, device=device)
     v, align = problem.v, problem.align
+    v0, v1, v2, _ = v.stride()
     args = (
         *(v, factors.wqk, factors.p, factors.a, factors.decay, problem.cu, initial, enter, maps, out, final),
-        *(s // align for s in v.stride()[:3]),
+        *(v0 // align, v1 // align, v2 // align),
         *(problem.tokens, problem.sequences, problem.tiles_a_sequence, per_sequence, segment, problem.slots, heads),
         problem.scale,
     )
     shape = (config, v.dtype, out_dtype, index, problem.key_width, width, align, segmented)
-    blocks = triton.cdiv(width, config.value_block)
+    blocks = -(-width // config.value_block)
     if segmented:
         variant = scan_variant(*shape, False, initial is not None, False)
-        maps_blocks = triton.cdiv(config.key_block, config.value_block)
+        maps_blocks = -(-config.key_block // config.value_block)
         SCAN.launch(places * heads * (blocks + maps_blocks), args, variant, device)
         COMBINE.launch(
-            problem.sequences * heads * triton.cdiv(width, config.combine_block),
+            problem.sequences * heads * -(-width // config.combine_block),
             (problem.cu, enter, maps, problem.tokens, per_sequence, segment, heads),
             combine_variant(config, index, width),
             device,
