@@ -35,6 +35,10 @@ def test_attn_res_in_a_small_transformer_learns(capsys: pytest.CaptureFixture[st
     assert sum(weights) == pytest.approx(1.0, abs=0.05)
 
 
-def test_every_example_says_how_it_is_run() -> None:
-    for path in EXAMPLES.glob("*.py"):
-        assert f"python examples/{path.name}" in path.read_text(), path.name
+def test_every_example_explains_itself_and_is_offered_in_the_readme() -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    paths = sorted(EXAMPLES.glob("*.py"))
+    assert len(paths) >= 3
+    for path in paths:
+        assert path.read_text(encoding="utf-8").startswith('"""'), path.name
+        assert f"(examples/{path.name})" in readme, path.name
