@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trine.ops import BackendUnavailable
-from trine.ops.kda import kda
+from trine.ops.kda import _backend, kda
 
 B, T, H, K, V = 1, 6, 2, 5, 3
 
@@ -110,6 +110,33 @@ def test_a_backend_that_cannot_run_says_why() -> None:
         BackendUnavailable, match="kda: backend 'triton' cannot run here: needs CUDA tensors, found cpu"
     ):
         kda(**arguments(), backend="triton")
+
+
+class _OnCard:
+    """A tensor that says it lies on a CUDA card: enough to choose a backend."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.device, self.shape, self.dtype = torch.device("cuda"), tensor.shape, tensor.dtype
+
+
+def test_the_choice_for_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trine.ops.kda import triton_forward
+
+    q, v = (_OnCard(arguments()[name]) for name in ("q", "v"))
+    assert _backend("auto", q, v, "bounded", -5.0) is triton_forward.kda_triton
+    assert _backend("auto", q, v, "softplus", -5.0).__name__ == "_run_torch"
+    with pytest.raises(BackendUnavailable, match=r"backend 'triton' cannot run here: .*need gate_kind 'bounded'"):
+        _backend("triton", q, v, "softplus", -5.0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailable, match=r"needs the package triton .*, found none"):
+        _backend("triton", q, v, "bounded", -5.0)
+
+
+def test_tensors_on_another_device() -> None:
+    with pytest.raises(ValueError, match="beta: found device meta, need that of q, cpu"):
+        kda(**arguments(beta=torch.zeros(B, T, H, device="meta")))
+    with pytest.raises(ValueError, match="cu_seqlens: found device meta, need cpu"):
+        kda(**arguments(cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta")))
 
 
 def test_auto_says_once_which_path_it_took(caplog: pytest.LogCaptureFixture) -> None:

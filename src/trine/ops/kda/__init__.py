@@ -108,7 +108,7 @@ def kda(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
         initial_state=initial_state, cu_seqlens=cu_seqlens, plan=plan,
     )  # fmt: skip
-    run = _backend(backend, q.device)
+    run = _backend(backend, q, v, gate_kind, lower_bound)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return run(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
@@ -154,7 +154,7 @@ def segment_state(
     n, hv, dk, dv = sizes.sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim
     wide_v = torch.cat([v.to(dtype), v.new_zeros(*v.shape[:-1], dk, dtype=dtype)], dim=-1)
     start = torch.cat([v.new_zeros(dk, dv, dtype=dtype), torch.eye(dk, dtype=dtype, device=v.device)], dim=-1)
-    _, final = _backend(backend, k.device)(
+    _, final = _backend(backend, k, wide_v, gate_kind, lower_bound)(
         k, k, wide_v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
         qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=1.0,
         initial_state=start.expand(n, hv, dk, dv + dk).contiguous(), output_final_state=True, cu_seqlens=cu_seqlens,
@@ -165,16 +165,20 @@ def segment_state(
     return transition, offset
 
 
-def _backend(name: str, device: torch.device) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _backend(
+    name: str, q: Tensor, v: Tensor, gate_kind: str, lower_bound: float
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The implementation to call with checked arguments. The only place that knows the names of backends."""
     triton = None
-    if device.type != "cuda":
-        triton = f"needs CUDA tensors, found {device.type}"
+    if q.device.type != "cuda":
+        triton = f"needs CUDA tensors, found {q.device.type}"
     elif importlib.util.find_spec("triton") is None:
         triton = "needs the package triton (pip install 'trine[gpu]'), found none"
-    elif importlib.util.find_spec("trine.ops.kda.triton_forward") is None:
-        triton = "this build has no triton kernels"
-    chosen = pick("kda", name, device.type, {"triton": triton, "torch": None, "reference": None})
+    else:
+        from trine.ops.kda.triton_forward import unsupported
+
+        triton = unsupported(q, v, gate_kind, lower_bound)
+    chosen = pick("kda", name, q.device.type, {"triton": triton, "torch": None, "reference": None})
     if chosen == "triton":
         from trine.ops.kda.triton_forward import kda_triton
 
