@@ -53,7 +53,8 @@ class BackwardConfig:
     Attributes:
         operand: dtype of every product's operands and of the buffers between kernels.
         key_width, value_width: K and V padded to powers of two.
-        gradient_block: key channels of one program. scan_block, gradient_values, pair_values: value columns of one step.
+        gradient_block: key channels of one program.
+        scan_block, gradient_values, pair_values: value columns of one step.
         scan, pairs, gradient: how the kernels are compiled.
     """
 
@@ -208,8 +209,8 @@ def kda_backward(
         lower_bound: bound of the log decay in [-5.4, 0).
         initial_state: ``[N, HV, K, V]`` or None. cu_seqlens: int32 or int64 ``[N+1]`` with B = 1, read on the device
             only; gradients of tokens that it leaves out are zero.
-        segment: tokens of a segment of the scans, a multiple of 32, 0 for whole sequences; None chooses by heads and head
-            sizes, never by T or data.
+        segment: tokens of a segment of the scans, a multiple of 32, 0 for whole sequences; None chooses by heads and
+            head sizes, never by T or data.
         factors: what ``prepare`` made of the same inputs with bf16 factors (fp32 for fp32), to save making it again.
 
     Returns:
@@ -239,8 +240,8 @@ def kda_backward(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    segment = segment_length(HV, K, V) if segment is None else segment
-    segment = segment if T > segment else 0
+    length = segment_length(HV, K, V) if segment is None else segment
+    segment = length if length < T else 0
     form = _Form(
         (q.dtype, k.dtype, v.dtype, gate.dtype, beta.dtype, output.dtype, d_output.dtype),
         None if cu is None else cu.dtype, K, V, qk_norm, beta_is_logit, rate is not None, bias is not None,
@@ -297,6 +298,7 @@ def kda_backward(
         forms.pairs,
         device,
     )
+    del a, d_values
     blocks = KP // config.gradient_block
     dq = empty(B, T, HV, K, dtype=torch.float32 if HV != H else q.dtype)
     dk, dgate, dbeta = torch.empty_like(dq), torch.empty_like(gate), torch.empty_like(beta)

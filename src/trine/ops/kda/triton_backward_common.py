@@ -14,13 +14,13 @@ CHUNK: tl.constexpr = tl.constexpr(32)
 def locate(cu_seqlens, slot, tokens, sequences, SIZE: tl.constexpr, PACKED: tl.constexpr):
     """Find the piece of SIZE tokens (a chunk or a segment) that owns ``slot``.
 
-    Unpacked, sequence n owns ``cdiv(tokens, SIZE)`` slots. Packed, it owns the slots from ``cu[n] // SIZE + n`` on: wide
-    enough for any split of the row, and known without reading a length back to the host. Slots past the last sequence
-    belong to a virtual one that covers the tokens after ``cu[N]`` (there are none in a well-formed row).
+    Unpacked, sequence n owns ``cdiv(tokens, SIZE)`` slots. Packed, it owns the slots from ``cu[n] // SIZE + n`` on:
+    wide enough for any split of the row, and known without reading a length back to the host. Slots past the last
+    sequence belong to a virtual one that covers the tokens after ``cu[N]`` (there are none in a well-formed row).
 
     Returns:
-        ``(n, number, first, rows)``: sequence index (``sequences`` for the virtual one), number of the piece in it, first
-        token in the packed or flattened row (int64), and how many of its tokens exist (<= 0: none).
+        ``(n, number, first, rows)``: sequence index (``sequences`` for the virtual one), number of the piece in it,
+        first token in the packed or flattened row (int64), and how many of its tokens exist (<= 0: none).
     """
     if PACKED:
         low = slot * 0

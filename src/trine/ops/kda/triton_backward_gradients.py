@@ -69,7 +69,7 @@ def gradient_kernel(
 
     with E = 2^(G + anchor), qA = q E, kA = k E, kB = k / E and q times the output's scale (adjoint of the chunk form of
     arXiv 2510.26692). In dg each pair (reader i, writer j) appears once with either sign, so both sides use the same
-    rounded factors: unequal ones leave a residue that the sum over later tokens collects. Pairs i = j have no part in dg.
+    rounded factors: unequal ones leave a residue that the sum over later tokens collects. Pairs i = j do not enter dg.
 
     Tiles are ``[channels, tokens]``, so that 64 channels fill one warpgroup product and every factor made here is its
     register operand.
@@ -93,7 +93,7 @@ def gradient_kernel(
     row_at = (i * (heads * K))[:, None] + d[None, :]
     key_at = (i * (heads // group * K))[:, None] + d[None, :]
     there = exists[:, None] if K == KP else exists[:, None] & (d < K)[None, :]
-    if PACKED:
+    if PACKED:  # noqa: SIM102  (a compile-time condition around a run-time one)
         if (rows <= 0) | (n == sequences):  # an unused slot, or tokens that no sequence owns
             zero = tl.zeros([CHUNK, BK], tl.float32)
             tl.store(dq + row_at, zero, mask=there)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,assignment"
 """Backward kernels that walk a sequence: the state scan and the reverse scan, whole or in exact segments.
 
-States are kept transposed, ``[V, K]``, so that they and the corrected values are register operands of every product on the
-dependent chain. With the factors of ``triton_prepare`` (which stores -W, and Q+ and P without the output's scale, so that
+States are kept transposed, ``[V, K]``, so that they and the corrected values are register operands of every product on
+the dependent chain. With the factors of ``triton_prepare`` (which stores -W, and Q+ and P without the output's scale:
 gradients here are in units of it)::
 
     Vn^T  = V^T (A beta)^T - S^T W^T         S^T <- S^T diag(2^G_end) + Vn^T K-
@@ -10,8 +10,8 @@ gradients here are in units of it)::
 
 The directions need nothing of each other: dS does not depend on S. Segmented (K3 report, arXiv 2607.24653, Eq. 17): a
 segment maps the state by ``S_out = M S_in + b`` and its gradient by ``dS_in = M^T dS_out + c``. One launch walks every
-segment from zero in both directions and once from the identity, for b, c and M; a second joins them; the third is the walk
-proper, from every segment's true states at once.
+segment from zero in both directions and once from the identity, for b, c and M; a second joins them; the third is the
+walk proper, from every segment's true states at once.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def scan_kernel(
     """State entering each chunk and gradient of the state leaving it, transposed ``[slot, head, VP, KP]``.
 
     Also the corrected values Vn and their gradients, transposed ``[slot, head, VP, 32]``. Programs: (place, head, value
-    block, direction), direction slowest; a place is a sequence, or a segment of one if SEGMENT > 0, which starts from what
-    ``join_kernel`` left in ``leaving`` and ``d_leaving`` ``[place, head, VP, KP]``.
+    block, direction), direction slowest; a place is a sequence, or a segment of one if SEGMENT > 0, which starts from
+    what ``join_kernel`` left in ``leaving`` and ``d_leaving`` ``[place, head, VP, KP]``.
     """
     pid = tl.program_id(0)
     blocks: tl.constexpr = VP // BV
@@ -265,8 +265,8 @@ def segment_kernel(
 ):
     """b and c ``[place, head, VP, KP]`` and the transposed map M^T ``[place, head, KP, KP]`` of every segment, fp32.
 
-    The first segment's b starts from the true initial state and the last one's c from the true final gradient, so neither
-    needs a map. Programs: (place, head, block): VP / BV blocks of b, KP / BV of the map, VP / BV of c.
+    The first segment's b starts from the true initial state and the last one's c from the true final gradient, so
+    neither needs a map. Programs: (place, head, block): VP / BV blocks of b, KP / BV of the map, VP / BV of c.
     """
     pid = tl.program_id(0)
     value_blocks: tl.constexpr = VP // BV
