@@ -2,6 +2,8 @@
 
 The data are skewed (one direction dominates), so an untouched router sends most tokens to a few experts. The numbered
 lines are all that Quantile Balancing adds: no auxiliary loss, no step size.
+
+    python examples/quantile_balancing_in_your_router.py
 """
 
 from __future__ import annotations

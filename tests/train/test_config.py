@@ -161,8 +161,8 @@ def test_hash_and_difference_see_the_trajectory_and_nothing_else() -> None:
     rates = dataclasses.replace(base.optimizer.rates, muon=0.5)
     other = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, rates=rates))
     assert str(first_difference(other, base)).startswith("optimizer.rates.muon: found 0.5")
-    stages = (Stage(length=128),)
-    assert str(first_difference(TrainConfig(stages=stages), base)).startswith("stages.0.length: found 128")
+    stages = (Stage(length=256),)
+    assert str(first_difference(TrainConfig(stages=stages), base)).startswith("stages.0.length: found 256")
 
 
 def test_configuration_loads_no_framework() -> None:
