@@ -58,14 +58,14 @@ def join(
     for t in range(1, m):
         done = t * TILE
         if t > 1:
-            end[:, : done - TILE] *= decay[:, t - 1, None]
+            end[:, : done - TILE].mul_(decay[:, t - 1, None])
         block = torch.bmm(reads[:, t], end[:, :done].mT).mul_(unshift)
         P[:, done : done + TILE, :done] = block[:, :TILE]
         solved = torch.bmm(block[:, TILE:], A[:, :done, :done])
         A[:, done : done + TILE, :done] = torch.bmm(A[:, done : done + TILE, done : done + TILE], solved).neg_()
         torch.mul(reads[:, t], before[:, None], out=from_start[:, t])
         before = before * decay[:, t]
-    end[:, :-TILE] *= decay[:, m - 1, None]
+    end[:, :-TILE].mul_(decay[:, m - 1, None])
     return P, A, from_start
 
 
@@ -87,7 +87,7 @@ def join_backward(
     for t in range(1, m):
         done = t * TILE
         if t > 1:
-            end[:, : done - TILE] *= decay[:, t - 1, None]
+            end[:, : done - TILE].mul_(decay[:, t - 1, None])
         inside = torch.bmm(d_products[:, 2 * done : 2 * done + 2 * TILE, :done], end[:, :done])
         d_reads[:, t].mul_(before[:, None]).add_(inside, alpha=unshift)
         before = before * decay[:, t]

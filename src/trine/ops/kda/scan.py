@@ -37,18 +37,19 @@ def running_sum_(x: Tensor, reverse: bool = False) -> Tensor:
     """Sums over the rows of every tile ``[tiles, 16, K]`` up to and with a row (``reverse``: from a row on), in place.
 
     Four groups of four rows, then the groups: six quarter passes in a fixed order. A later row enters no earlier sum.
+    (``rows[i] += x`` would write twice: Python assigns the view it has just changed to itself.)
     """
     rows = x.view(x.shape[0], 4, 4, x.shape[-1])
     if reverse:
         for i in (2, 1, 0):
-            rows[:, :, i] += rows[:, :, i + 1]
+            rows[:, :, i].add_(rows[:, :, i + 1])
         for i in (2, 1, 0):
-            rows[:, i] += rows[:, i + 1, :1]
+            rows[:, i].add_(rows[:, i + 1, :1])
     else:
         for i in (1, 2, 3):
-            rows[:, :, i] += rows[:, :, i - 1]
+            rows[:, :, i].add_(rows[:, :, i - 1])
         for i in (1, 2, 3):
-            rows[:, i] += rows[:, i - 1, 3:]
+            rows[:, i].add_(rows[:, i - 1, 3:])
     return x
 
 

@@ -13,23 +13,20 @@ _LOGIT_LIMIT = 80.0
 
 
 class TileGate:
-    """One call's gate: log-decays ``g = scale * y`` with ``y`` from the gate's input, and back.
-
-    ``scale`` is the lower bound of a bounded gate, else 1; it is left to the products that sum y along a tile.
-    """
+    """One call's gate: log-decays g from the gate's input, and back."""
 
     def __init__(
         self, kind: str, lower_bound: float, A_log: Tensor | None, dt_bias: Tensor | None, like: Tensor
     ) -> None:
         heads, channels = like.shape[-2:]
         self.kind = kind
-        self.scale = lower_bound if kind == "bounded" else 1.0
+        self.lower_bound = lower_bound
         self.bias_shape = None if dt_bias is None else dt_bias.shape
         self.bias = None if dt_bias is None else dt_bias.to(like.dtype).view(heads, 1, 1, channels)
         self.rate = None if A_log is None else A_log.to(like.dtype).exp().view(heads, 1, 1, 1)
 
     def forward(self, x: Tensor, layout: Layout, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """y of the input ``x``, padding rows 0, and with ``keep`` the slope dy/dx without the factor exp(A_log)."""
+        """g of the input ``x``, padding rows 0; with ``keep`` its slope too, up to constants that ``backward`` has."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if self.kind == "log_decay":
             return out.copy_(x), None
@@ -44,18 +41,20 @@ class TileGate:
         else:
             torch.addcmul(-rate * self.bias, x, -rate, out=out)
         falling = out.clamp_(max=_LOGIT_LIMIT).exp_()  # exp(-z)
-        y = layout.fill_pads_(falling.add(1.0).reciprocal_())
-        # y (1 - y) would lose the slope of a saturated gate; exp(-z) y^2 keeps it.
-        return y, falling.mul_(y).mul_(y) if keep else None
+        g = falling.add(1.0)
+        layout.fill_pads_(torch.div(g.new_full((), self.lower_bound), g, out=g))
+        # The slope in z is exp(-z) g^2 / lower_bound. (g / lower_bound of a saturated gate is 1 to the last digit, and
+        # its slope could not be had from that.)
+        return g, falling.mul_(g).mul_(g) if keep else None
 
     def backward(
-        self, dg: Tensor, slope: Tensor | None, y: Tensor | None, x: Tensor, layout: Layout, parameters: bool
+        self, dg: Tensor, slope: Tensor | None, g: Tensor | None, x: Tensor, layout: Layout, parameters: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """From the gradient of the log-decays (overwritten) to those of the input, A_log and dt_bias.
 
         Args:
             dg: ``[*grid, H, split, 16, K]``.
-            slope, y: what ``forward`` gave; y for softplus only.
+            slope, g: what ``forward`` gave; g for softplus only.
             x: the gate's input.
             layout: the tiles.
             parameters: the last two are wanted.
@@ -67,22 +66,22 @@ class TileGate:
         if self.kind == "log_decay":
             return dg, None, None
         assert slope is not None
+        constant = 1 / self.lower_bound if self.kind == "bounded" else 1.0
         dA = dbias = None
         if parameters and self.kind == "softplus" and self.rate is not None:
-            assert y is not None
-            dA = self._sum(dg * y.view_as(dg), layout).sum(-1)
+            assert g is not None
+            dA = self._sum(dg * g.view_as(dg), layout).sum(-1)
         d_input = dg.mul_(slope)
         if parameters:
             rate = 1.0 if self.rate is None else self.rate.view(-1, 1)
-            along = self._sum(d_input, layout) * rate * self.scale
+            along = self._sum(d_input, layout) * rate * constant
             if self.kind == "bounded" and self.rate is not None:
                 # z = exp(A_log) (x + bias) is its own derivative by A_log
-                dA = self._sum(d_input * x, layout) * rate * self.scale
+                dA = self._sum(d_input * x, layout) * rate * constant
                 dA = (dA if self.bias is None else dA.addcmul(along, self.bias[:, 0, 0])).sum(-1)
             if self.bias is not None:
                 dbias = along.view(self.bias_shape)
-        factor = self.scale if self.rate is None else self.rate * self.scale
-        return d_input.mul_(factor), dA, dbias
+        return d_input.mul_(constant if self.rate is None else self.rate * constant), dA, dbias
 
     def _sum(self, x: Tensor, layout: Layout) -> Tensor:
         """Sum of a tile buffer over all tokens, ``[H, K]``.

@@ -74,7 +74,6 @@ class Saved(NamedTuple):
     g: Tensor | None  # pairs: log-decays
     grow: Tensor  # exp(G)
     shrink: Tensor  # exp(-G) (pairs: exp(G_last - G))
-    y_gate: Tensor | None  # softplus: the gate before its slope
     slope: Tensor | None  # of the gate
     P_diagonal: Tensor  # tiles: 16 rows, 1 column
     state_reads: Tensor  # chunks: ``reads`` with the decay from the chunk's start
@@ -172,17 +171,16 @@ def forward_pass(
     torch.mul(tiled_k, layout.tiled(k_norm * beta / shift), out=w)
     reads, w = reads.view(-1, 2 * TILE, channels), w.view(-1, TILE, channels)
     gates = TileGate(options.gate_kind, options.lower_bound, A_log, dt_bias, gate)
-    y_gate, slope = gates.forward(layout.tiled(gate), layout, keep)
-    y_gate = y_gate.view(-1, TILE, channels)
-    raw_reads = g = None
+    g, slope = gates.forward(layout.tiled(gate), layout, keep)
+    g = g.view(-1, TILE, channels)
+    raw_reads = None
     if options.pairs:
-        g = y_gate if gates.scale == 1.0 else y_gate * gates.scale
         grow, shrink = end_decays(g)
         products = pair_products(reads, w, g)
         raw_reads, reads = reads, _scaled(reads, grow)
         end = w * shrink
     else:
-        grow = running_sum_(y_gate.mul_(gates.scale)).exp_()
+        grow = running_sum_(g).exp_()
         shrink = grow.reciprocal()
         _scaled(reads, grow, out=reads)
         w.mul_(shrink)
@@ -228,9 +226,9 @@ def forward_pass(
         assert slots is not None
         saved = Saved(
             q=q, k=k, gate=gate, A_log=A_log, dt_bias=dt_bias, q_norm=q_norm, k_norm=k_norm, beta=beta,
-            beta_slope=beta_slope, reads=reads, w=w, raw_reads=raw_reads, g=g, grow=grow, shrink=shrink,
-            y_gate=y_gate if options.gate_kind == "softplus" else None, slope=slope, P_diagonal=P_diagonal,
-            state_reads=state_reads, BA=BA, R=R, y=oy[:, size:], slots=slots,
+            beta_slope=beta_slope, reads=reads, w=w, raw_reads=raw_reads, g=g if options.pairs else None, grow=grow,
+            shrink=shrink, slope=slope, P_diagonal=P_diagonal, state_reads=state_reads, BA=BA, R=R, y=oy[:, size:],
+            slots=slots,
         )  # fmt: skip
     return out.to(v.dtype), final, saved
 
@@ -291,7 +289,7 @@ def backward_pass(
     k_terms = factors[:, TILE:] * d_reads[:, TILE:]
     k_dots = k_terms.sum(-1, keepdim=True) if options.qk_norm else None
     dG.add_(k_terms).addcmul_(s.w, dw, value=-1.0)
-    dG.view(chunks, size, channels)[:, -1] += d_decay
+    dG.view(chunks, size, channels)[:, -1].add_(d_decay)
     if not options.pairs:
         _scaled(d_reads, s.grow, out=d_reads)
         dw.mul_(s.shrink)
@@ -300,9 +298,9 @@ def backward_pass(
     gates = TileGate(options.gate_kind, options.lower_bound, s.A_log, s.dt_bias, s.gate)
     dg = running_sum_(dG, reverse=True).view(chunks, split, TILE, channels)
     for tile in range(split - 2, -1, -1):
-        dg[:, tile] += dg[:, tile + 1, :1]
+        dg[:, tile].add_(dg[:, tile + 1, :1])
     dg = dg.view(*grid, heads, split, TILE, channels)
-    d_gate, dA, dbias = gates.backward(dg, s.slope, s.y_gate, layout.tiled(s.gate), layout, parameters)
+    d_gate, dA, dbias = gates.backward(dg, s.slope, s.g, layout.tiled(s.gate), layout, parameters)
 
     # Back to token-major rows: dq, dk and dbeta from the gradients of the three factors.
     def by_row(t: Tensor) -> Tensor:
