@@ -106,6 +106,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = False
+        self.layers: Any  # a ModuleList, which types its items as plain modules
         with torch.device(device) if device is not None else nullcontext():
             self.embed = nn.Embedding(config.vocab_size, config.width)
             self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.layers))
@@ -121,8 +122,9 @@ class Model(nn.Module):
         """Draw all parameters anew: matrices normal with `init_std` (default fan_in^-1/2), embeddings with `embed_std`,
         head with 0.02, and each module's own rule for the rest. Router biases and counters become 0."""
         for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset: Any = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2 and not name.endswith(("conv.weight", "dt_bias")):
                 std = self.config.init_std if self.config.init_std is not None else parameter.shape[-1] ** -0.5
@@ -214,7 +216,7 @@ class Model(nn.Module):
         return self
 
 
-def _residual(config: ModelConfig) -> nn.Module:
+def _residual(config: ModelConfig) -> AttnResidual | ChunkResidual | ShallowToDeepResidual | PlainResidual:
     c = config
     if c.residual == "attn_res":
         return AttnResidual(c.width, c.layers, c.block_layers, c.norm_eps)

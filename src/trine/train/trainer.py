@@ -95,8 +95,10 @@ class Trainer:
         self.non_finite_in_row = 0
         self._batches = batches
         self._device = next(model.parameters()).device
-        parallel = workers > 1 and self._device.type == "cpu" and isinstance(model, Model)
-        self._workers = Workers(model, workers) if parallel and not self.optimizers.has_masters else None
+        self._workers: Workers | None = None
+        parallel = workers > 1 and self._device.type == "cpu" and not self.optimizers.has_masters
+        if parallel and isinstance(model, Model):
+            self._workers = Workers(model, workers)
         self._signal: int | None = None
         self._window: dict[str, Any] | None = None  # router statistics and random numbers at the window's beginning
 

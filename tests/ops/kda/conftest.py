@@ -58,7 +58,7 @@ def draw(
         gate[:, ::2] = -fast
     elif regime == "zero rows":
         q[:, 3:7], k[:, 5:9], v[:, 8:12] = 0, 0, 0
-    inputs = dict(q=q, k=k, v=v, gate=gate, beta=beta, A_log=A_log, dt_bias=dt_bias)
+    inputs = {"q": q, "k": k, "v": v, "gate": gate, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
     if state:
         inputs["initial_state"] = normal(sequences or batch, hv, key, value)
     return {name: x.double() for name, x in inputs.items()}
@@ -92,8 +92,8 @@ def run(function: Function, inputs: Inputs, *, final: bool = True, seed: int = 7
 def gate_terms(inputs: Inputs, **options: Any) -> dict[str, Tensor]:
     """Sizes of the terms whose sums are the gradients of gate, A_log and dt_bias.
 
-    The log-decay's gradient is a difference of sums of q dq and k dk; at saturation it is far smaller than they are. Each is
-    multiplied by the slope of the gate to compare with the gradient of the gate's input.
+    The log-decay's gradient is a difference of sums of q dq and k dk; at saturation it is far smaller than they are.
+    Each is multiplied by the slope of the gate to compare with the gradient of the gate's input.
     """
     data = cast(inputs, torch.float64)
     kind = options.pop("gate_kind", "bounded")

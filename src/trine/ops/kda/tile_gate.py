@@ -80,6 +80,7 @@ class TileGate:
                 dA = self._sum(d_input * x, layout) * rate * constant
                 dA = (dA if self.bias is None else dA.addcmul(along, self.bias[:, 0, 0])).sum(-1)
             if self.bias is not None:
+                assert self.bias_shape is not None
                 dbias = along.view(self.bias_shape)
         return d_input.mul_(constant if self.rate is None else self.rate * constant), dA, dbias
 

@@ -88,7 +88,7 @@ class ChunkedKDA(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        out, final, saved = forward_pass(*args, keep=True)
+        out, final, saved = forward_pass(*args, keep=True)  # type: ignore[misc]
         assert saved is not None
         *tensors, ctx.sequences, ctx.layout, ctx.options = args
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
