@@ -120,7 +120,7 @@ def fetch(target, row, K: gl.constexpr, BK: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def fp32_part(source, p, SHARED: gl.constexpr, TILE: gl.constexpr):
-    """Channels 32 p to 32 p + 31 in fp32. A shift and a mask take a bf16 pair apart, a cast takes three instructions."""
+    """Channels 32 p to 32 p + 31 in fp32. A shift and a mask part a bf16 pair; a cast takes three instructions."""
     if source.dtype == gl.bfloat16:
         PAIRS: gl.constexpr = gl.BlockedLayout([4, 4], [8, 4], [1, 1], [1, 0])
         WORDS: gl.constexpr = gl.SharedLinearLayout(
