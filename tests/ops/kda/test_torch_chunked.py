@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trine.ops.kda import kda, kda_reference
+from trine.ops.kda import kda, kda_reference, kda_step
 from trine.ops.kda.chunk import tiles_in_chunk
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -217,6 +217,30 @@ def test_a_loss_on_one_result_only(lab: SimpleNamespace, used: str) -> None:
         results[function] = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     for found, expected in zip(results[kda], results[kda_reference], strict=True):
         assert (found - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_two_backward_passes_over_one_graph_agree(lab: SimpleNamespace) -> None:
+    leaves = {name: x.requires_grad_() for name, x in lab.draw(70, key=60, value=40).items()}
+    out, final = kda(**leaves, output_final_state=True)
+    loss = out.square().sum() + final.sum()
+    first = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(leaves.values()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_autocast_rounds_nothing(lab: SimpleNamespace) -> None:
+    inputs = lab.cast(lab.draw(40), torch.float32)
+    expected = lab.run(kda, inputs)
+    plain = kda(**inputs, backend="reference")[0]
+    per_token = [inputs[n][:, 0] for n in ("q", "k", "v", "gate", "beta")]
+    parameters = {"A_log": inputs["A_log"], "dt_bias": inputs["dt_bias"]}
+    step = kda_step(*per_token, inputs["initial_state"], **parameters)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = lab.run(kda, inputs)
+        assert torch.equal(kda(**inputs, backend="reference")[0], plain)
+        again = kda_step(*per_token, inputs["initial_state"], **parameters)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(a, b) for a, b in zip(step, again, strict=True))
 
 
 def test_only_wanted_gradients(lab: SimpleNamespace) -> None:

@@ -16,7 +16,7 @@ from trine.ops._backend import pick
 from trine.ops._sequences import check_cu_seqlens
 from trine.ops.kda._checks import PLANS, TILE, check_inputs
 from trine.ops.kda.chunk import tiles_in_chunk
-from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype
+from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype, full_precision
 from trine.ops.kda.layout import make_layout
 from trine.ops.kda.pairwise import kda_pairwise
 from trine.ops.kda.reference import kda_reference
@@ -110,11 +110,12 @@ def kda(
     )  # fmt: skip
     run = _backend(backend, q, v, gate_kind, lower_bound)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(
-        q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
-        qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale,
-        initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan,
-    )  # fmt: skip
+    with full_precision(q.device):
+        return run(
+            q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
+            qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale,
+            initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan,
+        )  # fmt: skip
 
 
 def segment_state(
@@ -154,12 +155,14 @@ def segment_state(
     n, hv, dk, dv = sizes.sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim
     wide_v = torch.cat([v.to(dtype), v.new_zeros(*v.shape[:-1], dk, dtype=dtype)], dim=-1)
     start = torch.cat([v.new_zeros(dk, dv, dtype=dtype), torch.eye(dk, dtype=dtype, device=v.device)], dim=-1)
-    _, final = _backend(backend, k, wide_v, gate_kind, lower_bound)(
-        k, k, wide_v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
-        qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=1.0,
-        initial_state=start.expand(n, hv, dk, dv + dk).contiguous(), output_final_state=True, cu_seqlens=cu_seqlens,
-        plan=plan,
-    )  # fmt: skip
+    run = _backend(backend, k, wide_v, gate_kind, lower_bound)
+    with full_precision(k.device):
+        _, final = run(
+            k, k, wide_v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
+            qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=1.0,
+            initial_state=start.expand(n, hv, dk, dv + dk).contiguous(), output_final_state=True,
+            cu_seqlens=cu_seqlens, plan=plan,
+        )  # fmt: skip
     assert final is not None
     offset, transition = final.split([dv, dk], dim=-1)
     return transition, offset

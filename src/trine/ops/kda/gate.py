@@ -5,6 +5,7 @@ Formulas: K3 report (arXiv 2607.24653) Eq. 5 for ``bounded``, Kimi Linear (arXiv
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ GATE_KINDS = ("bounded", "softplus", "log_decay")
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     """float64 when any of the tensors is float64, else float32."""
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """A context without autocast, which would hand float32 products of states and decays to 16 bits."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 class _Sigmoid(torch.autograd.Function):

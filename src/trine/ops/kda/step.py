@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trine.ops.kda._checks import check_step
-from trine.ops.kda.gate import compute_dtype, log_decay, sigmoid
+from trine.ops.kda.gate import compute_dtype, full_precision, log_decay, sigmoid
 
 
 def kda_step(
@@ -72,11 +72,13 @@ def kda_step(
     def update(state: Tensor, owned: bool) -> tuple[Tensor, Tensor]:
         """Output and new states of ``state``, in place if it is ours to change."""
         S = state.mul_(decay) if owned else state * decay
-        flat = S.view(n * heads, channels, -1) if n else S.view(0, channels, v.shape[-1])
-        error = torch.baddbmm(v.reshape(n * heads, 1, v.shape[-1]), k.reshape(n * heads, 1, channels), flat, alpha=-1.0)
+        flat = S.view(n * heads, channels, v.shape[-1])
+        read, value = k.reshape(n * heads, 1, channels), v.reshape(n * heads, 1, v.shape[-1])
         write = (k * b).reshape(n * heads, channels, 1)
-        flat = torch.addcmul(flat, write, error) if needs_grad else flat.addcmul_(write, error)
-        out = torch.bmm((q * scale).reshape(n * heads, 1, channels), flat)
+        with full_precision(state.device):
+            error = torch.baddbmm(value, read, flat, alpha=-1.0)
+            flat = torch.addcmul(flat, write, error) if needs_grad else flat.addcmul_(write, error)
+            out = torch.bmm((q * scale).reshape(n * heads, 1, channels), flat)
         return out.view(n, heads, v.shape[-1]).to(v_NHV.dtype), flat.view_as(state)
 
     if state_indices is None:

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from trine.ops.kda._checks import TILE
 from trine.ops.kda.chunk import diagonal_blocks, join, join_backward
-from trine.ops.kda.gate import compute_dtype, sigmoid_
+from trine.ops.kda.gate import compute_dtype, full_precision, sigmoid_
 from trine.ops.kda.layout import Layout
 from trine.ops.kda.pairwise import end_decays, pair_gradients, pair_products
 from trine.ops.kda.scan import running_sum_, scan, scan_back, unit_lower_inverse
@@ -102,7 +102,8 @@ class ChunkedKDA(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = Saved(*ctx.saved_tensors)
         parameters = any(ctx.needs_input_grad[5:7])
-        *gradients, d_enter = backward_pass(saved, d_out, d_final, ctx.layout, ctx.options, parameters)
+        with full_precision(saved.q.device):
+            *gradients, d_enter = backward_pass(saved, d_out, d_final, ctx.layout, ctx.options, parameters)
         d_initial = None
         if ctx.has_initial and ctx.needs_input_grad[7]:
             shape = (ctx.sequences, *d_enter.shape[1:])
