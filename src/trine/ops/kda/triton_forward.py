@@ -137,6 +137,10 @@ def kda_triton(
     lower bound below -5.4; float64; more than 256 channels) runs on the chunked torch path, which a warning says once.
     """
     reason = unsupported(q, v, gate_kind, lower_bound)
+    inputs = (q, k, v, gate, beta, *keywords.values())
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        # This entry builds no graph: a silent detour would train on missing gradients.
+        reason = reason or "gradients are needed, which this entry of the kernels does not carry yet"
     if reason is not None:
         from trine.ops.kda import kda
 
