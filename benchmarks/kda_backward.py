@@ -312,20 +312,20 @@ def measure() -> None:
 def choices() -> dict[str, dict[str, Any]]:
     """Launch parameters to try, by name."""
     found: dict[str, dict[str, Any]] = {"shipped": {}}
-    for block, warps, stages in ((64, 4, 2), (64, 4, 4), (128, 8, 3)):
-        found[f"scan block {block} warps {warps} stages {stages}"] = {
+    for block, warps, stages, registers in ((64, 4, 3, None), (128, 8, 3, None), (64, 4, 2, 168), (64, 4, 3, 168)):
+        found[f"scan block {block} warps {warps} stages {stages} registers {registers}"] = {
             "scan_block": block,
-            "scan": Options(num_warps=warps, num_stages=stages),
+            "scan": Options(num_warps=warps, num_stages=stages, maxnreg=registers),
         }
-    for values, warps, stages in ((64, 4, 2), (32, 4, 3), (32, 2, 2), (128, 4, 1), (128, 2, 1)):
+    for values, warps, stages in ((32, 1, 2), (32, 1, 3), (32, 2, 3), (32, 4, 2), (64, 2, 2)):
         found[f"pairs values {values} warps {warps} stages {stages}"] = {
             "pair_values": values,
             "pairs": Options(num_warps=warps, num_stages=stages),
         }
-    for values, stages, registers in ((64, 2, None), (64, 3, None), (32, 4, None), (32, 3, 168), (64, 2, 168)):
-        found[f"gradient values {values} stages {stages} registers {registers}"] = {
+    for values, stages in ((64, 2), (32, 3), (32, 4)):
+        found[f"gradient values {values} stages {stages}"] = {
             "gradient_values": values,
-            "gradient": Options(num_warps=4, num_stages=stages, maxnreg=registers),
+            "gradient": Options(num_warps=4, num_stages=stages),
         }
     return found
 

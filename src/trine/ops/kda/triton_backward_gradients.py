@@ -176,8 +176,10 @@ def gradient_kernel(
     dp = tl.load(dp_in + square)
     dm = tl.load(dm_in + square)
 
-    inside = product(k_write, tl.trans(dp), zero, DT)
     out_q *= lift
+    out_k *= lift
+
+    inside = product(k_write, tl.trans(dp), zero, DT)
     pairs = q_read.to(tl.float32) * inside
     grad_g = q_tile * out_q
     grad_q = inside * rise * down + out_q + own[None, :] * k_tile
@@ -189,7 +191,6 @@ def gradient_kernel(
     tl.store(dq + row_at, tl.trans(grad_q), mask=there)
 
     inside = product(k_write, tl.trans(dm), zero, DT)
-    out_k *= lift
     pairs += k_read.to(tl.float32) * inside
     grad_g -= k_tile * out_k
     grad_k = inside * rise * down - out_k
@@ -215,6 +216,11 @@ def gradient_kernel(
     grad_x = grad_g * ((s - s * s) * (lower_bound * rate))
     tl.store(dgate + row_at, tl.trans(grad_x), mask=there)
     if HAS_BIAS:
-        tl.store(bias_parts + at * KP + d, tl.sum(grad_x, 1))
+        bias_sum = tl.sum(grad_x, 1)
+        tl.store(bias_parts + at * KP + d, bias_sum)
     if HAS_A:
-        tl.store(rate_parts + pid, tl.sum(tl.sum(grad_x * x, 1), 0))
+        # The gate's input is turned again, without its bias, rather than kept in registers until here.
+        moment = tl.sum(grad_x * turn(x_raw, diagonal, zero, DT), 1)
+        if HAS_BIAS:
+            moment += bias * bias_sum
+        tl.store(rate_parts + pid, tl.sum(moment, 0))
