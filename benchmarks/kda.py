@@ -327,7 +327,7 @@ class Bench:
                 try:
                     ms = graph_ms(call, calls=2)
                     peak = peak_bytes(call)
-                except RuntimeError as problem:
+                except (RuntimeError, ValueError, ImportError) as problem:
                     say(f"fwd+bwd {shape}: not available ({str(problem).splitlines()[0]})")
                     return
                 self.keep(f"fwd+bwd {shape} K128 V128 bf16", "trine", floor, ms=ms, gates=regime, peak_bytes=peak)

@@ -191,6 +191,10 @@ def test_segmented_walk_is_exact(dtype: torch.dtype) -> None:
     check(inputs, FP32 if dtype == torch.float32 else FP16, plan="segmented:32")
 
 
+def test_segments_are_joined_in_two_parts_beyond_128_channels() -> None:
+    check(draw(97, key=136, value=8, dtype=torch.float16, gate_mean=-8.0), FP16, plan="segmented:32")
+
+
 def test_segmented_packed_sequences() -> None:
     lengths = [0, 40, 32, 0, 97, 31, 0]
     inputs = draw(sum(lengths), sequences=len(lengths), gate_mean=-8.0)
@@ -407,7 +411,7 @@ def test_unknown_plans_are_named(plan: str) -> None:
 
 def test_the_plan_is_a_function_of_heads_and_sizes_only() -> None:
     lengths = {h: choose(h, 128, 128, torch.bfloat16, torch.bfloat16, True, "auto").segment for h in (8, 16, 32, 96)}
-    assert lengths == {8: 4096, 16: 2048, 32: 0, 96: 0}
+    assert lengths == {8: 4096, 16: 1024, 32: 2048, 96: 0}
     assert choose(8, 128, 128, torch.bfloat16, torch.bfloat16, True, "serial").segment == 0
 
 

@@ -19,7 +19,7 @@ from trine.ops.kda.triton_scan import scan
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass
+@dataclass(slots=True)
 class Saved:
     """What a backward pass may keep of a forward pass.
 
@@ -27,7 +27,7 @@ class Saved:
         problem: the inputs as the kernels took them.
         factors: every tile's W, Q+, K-, P, A diag(beta) and decay; large, a backward pass may drop and rebuild them.
         initial: the initial states as the kernels took them.
-        segments: transposed states at segment ends ``[places, HV, V, BK]`` fp32, or None for a serial walk.
+        segments: transposed states at the cuts between segments ``[cuts, HV, V, BK]`` fp32, None for a serial walk.
     """
 
     problem: Problem
@@ -82,7 +82,7 @@ def forward(
     with ``TRINE_CHECK=1`` in the environment it is read at once).
     """
     heads, key_width = v.shape[2], q.shape[3]
-    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
+    if q.is_cuda and q.device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(q.device):
             return forward(
                 *(q, k, v, gate, beta),

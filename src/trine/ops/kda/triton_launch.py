@@ -105,7 +105,7 @@ class Kernel:
         if self.interpreted:
             self.function[(grid,)](*args, *variant.constants)
             return
-        index = device.index if device.index is not None else torch.cuda.current_device()
+        index = device.index
         entry = self._compiled.get((variant, index))
         if entry is None:
             entry = self._compiled[(variant, index)] = self._load(variant, index)

@@ -72,13 +72,13 @@ def find_tile(slot, cu_ptr, table_ptr, tokens, tiles_a_sequence, PACKED: tl.cons
 
 
 @triton.jit
-def table_kernel(cu_ptr, table_ptr, error_ptr, tokens, sequences, slots, BLOCK: tl.constexpr):
+def table_kernel(cu_ptr, table_ptr, error_ptr, tokens, sequences, steps, slots, BLOCK: tl.constexpr):
     """Sequence of every tile slot of a packed row, by binary search; flags bad ``cu_seqlens`` in the error word."""
     pid = tl.program_id(0)
     slot = pid * BLOCK + tl.arange(0, BLOCK)
     low = slot * 0
     high = low + sequences
-    for _ in range(31):
+    for _ in range(steps):
         middle = (low + high) // 2
         start = tl.minimum(tl.maximum(tl.load(cu_ptr + middle), 0), tokens).to(tl.int32)
         goes_up = start // 32 + middle <= slot
@@ -310,7 +310,7 @@ TABLE = Kernel(table_kernel)
 PREPARE = Kernel(prepare_kernel)
 
 
-@dataclass
+@dataclass(slots=True)
 class Problem:
     """One call's inputs in the form the kernels take, and the sizes they share.
 
@@ -345,7 +345,7 @@ class Problem:
     config: Config
 
 
-@dataclass
+@dataclass(slots=True)
 class Factors:
     """What the scan needs of every tile (slot-major, then heads): see the module's docstring.
 
@@ -425,7 +425,7 @@ def make_problem(
         table = torch.empty(slots, dtype=torch.int32, device=q.device)
         TABLE.launch(
             -(-slots // 256),
-            (cu_seqlens, table, error, tokens, sequences, slots),
+            (cu_seqlens, table, error, tokens, sequences, sequences.bit_length(), slots),
             _table_variant(cu_seqlens.dtype),
             q.device,
         )
@@ -460,7 +460,7 @@ def make_problem(
 @cache
 def _table_variant(index_dtype: torch.dtype) -> Variant:
     index = "*" + type_name(index_dtype)
-    return Variant((index, "*i32", "*i32", "i32", "i32", "i32"), (256,), Options(num_warps=4))
+    return Variant((index, "*i32", "*i32", "i32", "i32", "i32", "i32"), (256,), Options(num_warps=4))
 
 
 @cache

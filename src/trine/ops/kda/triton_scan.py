@@ -43,24 +43,28 @@ def find_sequence(n, cu_ptr, tokens, tiles_a_sequence, PACKED: tl.constexpr):
 
 
 @triton.jit
-def find_segment(place, cu_ptr, tokens, sequences, segments_a_sequence, segment, PACKED: tl.constexpr):
-    """Sequence of segment slot ``place`` and the segment's number in it; sequence n owns ``start//segment + n`` on."""
+def find_cut(cut, cu_ptr, tokens, sequences, steps, cuts_a_sequence, segment, PACKED: tl.constexpr):
+    """Sequence of cut slot ``cut``, and which of its cuts that is; cut j lies behind its segment j.
+
+    Packed, sequence n owns the slots from ``start // segment`` on, which hold all its cuts and overlap with nobody's:
+    there are tokens // segment slots in all, however many sequences. The caller tests that the cut is really there.
+    """
     if PACKED:
-        low = place * 0
+        low = cut * 0
         high = low + sequences
-        for _ in range(31):
+        for _ in range(steps):
             middle = (low + high) // 2
             start = tl.minimum(tl.maximum(tl.load(cu_ptr + middle), 0), tokens).to(tl.int32)
-            goes_up = start // segment + middle <= place
+            goes_up = start // segment <= cut
             low = tl.where(goes_up, middle, low)
             high = tl.where(goes_up, high, middle)
         n = low
         start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), tokens).to(tl.int32)
-        number = place - (start // segment + n)
+        j = cut - start // segment
     else:
-        n = place // segments_a_sequence
-        number = place - n * segments_a_sequence
-    return n, number
+        n = cut // cuts_a_sequence
+        j = cut - n * cuts_a_sequence
+    return n, j
 
 
 @triton.jit
@@ -81,8 +85,9 @@ def scan_kernel(
     v_stride_h,
     tokens,
     sequences,
+    steps,
     tiles_a_sequence,
-    segments_a_sequence,
+    cuts_a_sequence,
     segment,
     slots,
     heads,
@@ -105,10 +110,11 @@ def scan_kernel(
 ):
     """Walk one sequence, or one segment of it, for BV value channels of one head.
 
-    Grid: places x heads x (BLOCKS + MAPS), blocks fastest; a place is a sequence, or a segment slot when SEGMENTED.
-    OUTPUT walks from the true state and writes o (and the final state at a sequence's end). Without OUTPUT it writes
-    the state a segment leaves to ``enter_ptr`` (``[places, heads, V, BK]``) and, blocks from BLOCKS on, BV rows of the
-    transposed transition to ``map_ptr`` (``[places, heads, BK, BK]``).
+    Grid: places x heads x (BLOCKS + MAPS), blocks fastest. OUTPUT walks from the true state and writes o (and the final
+    state at a sequence's end); its first places are the sequences' first segments, further ones (SEGMENTED) lie behind
+    cut ``place - sequences``. Without OUTPUT a place is a cut: it walks the segment before it and writes the state that
+    one leaves to ``enter_ptr`` (``[cuts, heads, V, BK]``) and, blocks from BLOCKS on, BV rows of its transposed
+    transition to ``map_ptr`` (``[cuts, heads, BK, BK]``). ``steps`` halvings find one of ``sequences``.
     """
     C: tl.constexpr = 32
     pid = tl.program_id(0)
@@ -116,11 +122,18 @@ def scan_kernel(
     rest = pid // (BLOCKS + MAPS)
     hv = rest % heads
     place = rest // heads
-    number = 0
-    if SEGMENTED:
-        n, number = find_segment(place, cu_ptr, tokens, sequences, segments_a_sequence, segment, PACKED)
+    n = place
+    cut = place
+    if not SEGMENTED:
+        number = 0
+    elif OUTPUT:
+        number = place * 0
+        if place >= sequences:
+            cut = place - sequences
+            n, j = find_cut(cut, cu_ptr, tokens, sequences, steps, cuts_a_sequence, segment, PACKED)
+            number = j + 1
     else:
-        n = place
+        n, number = find_cut(cut, cu_ptr, tokens, sequences, steps, cuts_a_sequence, segment, PACKED)
     start, end, slot, row = find_sequence(n, cu_ptr, tokens, tiles_a_sequence, PACKED)
     is_map = block >= BLOCKS
     first = start
@@ -128,27 +141,28 @@ def scan_kernel(
     if SEGMENTED:
         first = start + number * segment
         stop = tl.minimum(first + segment, end)
-        # The slot behind a sequence's last segment may belong to nobody; an empty sequence still has its first.
-        if (first >= end) & (number > 0):
-            return
-        if not OUTPUT:  # noqa: SIM102  a compile-time branch around a run-time one, here and below
-            # The last segment's result is nobody's start, and the first one's map is never used.
+        if OUTPUT:
+            # A cut slot that nobody uses; an empty sequence still has its first segment.
+            if (first >= end) & (number > 0):
+                return
+        else:
+            # No cut here, or a first segment, whose map is never used: its start is known.
             if (stop >= end) | (is_map & (number == 0)):
                 return
 
     value = (block - tl.where(is_map, BLOCKS, 0)) * BV + tl.arange(0, BV)
     key = tl.arange(0, BK)
     inside = (value[:, None] < V) & (key[None, :] < K)
-    one = place.to(tl.int64) * heads + hv
+    one = cut.to(tl.int64) * heads + hv
     state = tl.zeros([BV, BK], tl.float32)
-    if HAS_INITIAL:  # noqa: SIM102
+    if HAS_INITIAL:  # noqa: SIM102  a compile-time branch around a run-time one, here and below
         if number == 0:
             source = initial_ptr + (n.to(tl.int64) * heads + hv) * (K * V)
             state = tl.load(source + key[None, :] * V + value[:, None], mask=inside, other=0.0)
     if OUTPUT:
         if SEGMENTED:  # noqa: SIM102
             if number > 0:
-                source = enter_ptr + (one - heads) * (V * BK)
+                source = enter_ptr + one * (V * BK)
                 state = tl.load(source + value[:, None] * BK + key[None, :], mask=value[:, None] < V, other=0.0)
     else:
         if is_map:
@@ -215,10 +229,11 @@ def combine_kernel(
     enter_ptr,
     map_ptr,
     tokens,
-    segments_a_sequence,
+    cuts_a_sequence,
     segment,
     heads,
     BK: tl.constexpr,
+    PART: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -238,26 +253,37 @@ def combine_kernel(
     if PACKED:
         start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), tokens).to(tl.int32)
         end = tl.minimum(tl.maximum(tl.load(cu_ptr + n + 1), start), tokens).to(tl.int32)
-        place = start // segment + n
+        cut = start // segment
         length = end - start
     else:
-        place = n * segments_a_sequence
+        cut = n * cuts_a_sequence
         length = n * 0 + tokens
     inner = (length + segment - 1) // segment - 1
     value = block * BV + tl.arange(0, BV)
-    key = tl.arange(0, BK)
+    key = tl.arange(0, PART)
     inside = value[:, None] < V
     states = value[:, None] * BK + key[None, :]
     maps = key[:, None] * BK + key[None, :]
-    one = place.to(tl.int64) * heads + hv
+    one = cut.to(tl.int64) * heads + hv
     if inner > 1:
-        state = tl.load(enter_ptr + one * (V * BK) + states, mask=inside, other=0.0)
+        # BK is one part or, where a whole transition would not fit in shared memory, two.
+        low = tl.load(enter_ptr + one * (V * BK) + states, mask=inside, other=0.0)
+        if BK > PART:
+            high = tl.load(enter_ptr + one * (V * BK) + states + PART, mask=inside, other=0.0)
         for j in tl.range(1, inner):
             here = one + j * heads
-            transition = tl.load(map_ptr + here * (BK * BK) + maps)
-            offset = tl.load(enter_ptr + here * (V * BK) + states, mask=inside, other=0.0)
-            state = tl.dot(state, transition, offset, input_precision=PRECISION)
-            tl.store(enter_ptr + here * (V * BK) + states, state, mask=inside)
+            offset = enter_ptr + here * (V * BK) + states
+            transition = map_ptr + here * (BK * BK) + maps
+            new = tl.load(offset, mask=inside, other=0.0)
+            new = tl.dot(low, tl.load(transition), new, input_precision=PRECISION)
+            if BK > PART:
+                new = tl.dot(high, tl.load(transition + PART * BK), new, input_precision=PRECISION)
+                new_high = tl.load(offset + PART, mask=inside, other=0.0)
+                new_high = tl.dot(low, tl.load(transition + PART), new_high, input_precision=PRECISION)
+                high = tl.dot(high, tl.load(transition + PART * BK + PART), new_high, input_precision=PRECISION)
+                tl.store(offset + PART, high, mask=inside)
+            low = new
+            tl.store(offset, low, mask=inside)
 
 
 SCAN = Kernel(scan_kernel)
@@ -285,7 +311,7 @@ def scan_variant(
         *("*" + type_name(dtype), factor, factor, value, "*fp32", index),
         *("*fp32", "*fp32", "*fp32", "*" + type_name(out_dtype), "*fp32"),
         *("i64", "i64", "i64"),
-        *(["i32"] * 7),
+        *(["i32"] * 8),
         "fp32",
     )
     constants = (
@@ -314,6 +340,7 @@ def combine_variant(config: Config, index_dtype: torch.dtype | None, value_width
     types = ("*" + type_name(index_dtype or torch.int32), "*fp32", "*fp32", *(["i32"] * 4))
     constants = (
         config.key_block,
+        min(128, config.key_block),
         value_width,
         config.combine_block,
         -(-value_width // config.combine_block),
@@ -328,7 +355,7 @@ def scan(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Launch the walk: (output ``[B, T, HV, V]``, final states ``[N, HV, K, V]`` fp32 or None, segment states or None).
 
-    The third result is ``[places, HV, V, BK]`` fp32, the transposed state each inner segment leaves, for a backward
+    The third result is ``[cuts, HV, V, BK]`` fp32, the transposed state at each cut between segments, for a backward
     pass that wants to start from them.
     """
     config, device = problem.config, problem.q.device
@@ -341,19 +368,20 @@ def scan(
         final = torch.empty((problem.sequences, heads, problem.key_width, width), dtype=torch.float32, device=device)
     segment = config.segment
     segmented = 0 < segment < problem.tokens
-    places, per_sequence = problem.sequences, 0
+    cuts, per_sequence = 0, 0
     enter = maps = None
     if segmented:
-        per_sequence = -(-problem.tokens // segment)
-        places = problem.tokens // segment + places if index is not None else places * per_sequence
-        enter = torch.empty((places, heads, width, config.key_block), dtype=torch.float32, device=device)
-        maps = torch.empty((places, heads, config.key_block, config.key_block), dtype=torch.float32, device=device)
+        per_sequence = -(-problem.tokens // segment) - 1
+        cuts = problem.tokens // segment if index is not None else problem.sequences * per_sequence
+        enter = torch.empty((cuts, heads, width, config.key_block), dtype=torch.float32, device=device)
+        maps = torch.empty((cuts, heads, config.key_block, config.key_block), dtype=torch.float32, device=device)
     v, align = problem.v, problem.align
     v0, v1, v2, _ = v.stride()
     args = (
         *(v, factors.wqk, factors.p, factors.a, factors.decay, problem.cu, initial, enter, maps, out, final),
         *(v0 // align, v1 // align, v2 // align),
-        *(problem.tokens, problem.sequences, problem.tiles_a_sequence, per_sequence, segment, problem.slots, heads),
+        *(problem.tokens, problem.sequences, problem.sequences.bit_length(), problem.tiles_a_sequence),
+        *(per_sequence, segment, problem.slots, heads),
         problem.scale,
     )
     shape = (config, v.dtype, out_dtype, index, problem.key_width, width, align, segmented)
@@ -361,12 +389,13 @@ def scan(
     if segmented:
         variant = scan_variant(*shape, False, initial is not None, False)
         maps_blocks = -(-config.key_block // config.value_block)
-        SCAN.launch(places * heads * (blocks + maps_blocks), args, variant, device)
+        SCAN.launch(cuts * heads * (blocks + maps_blocks), args, variant, device)
         COMBINE.launch(
             problem.sequences * heads * -(-width // config.combine_block),
             (problem.cu, enter, maps, problem.tokens, per_sequence, segment, heads),
             combine_variant(config, index, width),
             device,
         )
-    SCAN.launch(places * heads * blocks, args, scan_variant(*shape, True, initial is not None, output_final), device)
+    variant = scan_variant(*shape, True, initial is not None, output_final)
+    SCAN.launch((problem.sequences + cuts) * heads * blocks, args, variant, device)
     return out, final, enter
