@@ -68,7 +68,7 @@ class OptimizerConfig:
     final: float = 0.0  # fraction of the rate left at the end of the cosine
     weight_decay: float = 0.1  # decoupled; never on norms, gains, biases, depth queries, A_log, dt_bias
     clip: float = 1.0  # largest global gradient norm
-    momentum: float = 0.9  # Muon, Nesterov; 0.95 in Kimi K2's recipe is for plans of a hundred times as many steps
+    momentum: float = 0.9  # Muon, Nesterov; Kimi K2's recipe has 0.95, docs/laptop-plan.md why not here
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     eps: float = 1e-8  # AdamW

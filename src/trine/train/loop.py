@@ -63,10 +63,10 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
     """
     settings = machine.prepare_machine(config.threads)
     warning = machine.busy_warning()
-    if warning:
+    if warning and console is not None:
+        console.print(f"[yellow]warning:[/] {warning}")
+    elif warning:
         logger.warning(warning)
-        if console is not None:
-            console.print(f"[yellow]warning:[/] {warning}")
     path = run_path(config)
     with RunFolder(path) as folder:
         _check_folder(config, folder)
