@@ -1,4 +1,4 @@
-"""Model configuration: one frozen dataclass and the presets. Plain Python, no framework.
+"""Model configuration: one frozen dataclass and the presets, and a part of a data mixture. No framework.
 
 Every default is Kimi K3's (report, arXiv 2607.24653, and its released configuration); a preset states what differs.
 """
@@ -15,6 +15,33 @@ ResidualKind = Literal["attn_res", "plain", "chunk", "shallow_to_deep"]
 
 # ln of the largest finite float32 (and bfloat16): decay factors inside one tile must stay below e^88.
 MAX_TILE_LOG_RANGE = 88.0
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """One part of a stage's data mixture: what share of the tokens comes from which documents of which source.
+
+    Raises:
+        ValueError: at construction, naming the field, the value found and the value needed.
+    """
+
+    source: str  # name of a source in the shards
+    weight: float = 1.0  # share of the tokens at the stage's beginning; a mixture's weights are divided by their sum
+    end: float | None = None  # the same at the stage's end, linear in between; None keeps `weight`
+    shortest: int = 0  # only documents of at least this many tokens
+    longest: int = 0  # only documents of at most this many tokens; 0 sets no limit
+
+    def __post_init__(self) -> None:
+        where = f"mixture.{self.source or 'source'}"
+        if not self.source:
+            raise ValueError(f"{where}: found '', need the name of a source")
+        if self.weight < 0 or (self.end is not None and self.end < 0):
+            raise ValueError(f"{where}: found weight {self.weight}, end {self.end}, need 0 or more")
+        if not (self.weight > 0 or (self.end or 0) > 0):
+            raise ValueError(f"{where}: found weight {self.weight}, end {self.end}, need one of them more than 0")
+        if self.shortest < 0 or self.longest < 0 or (self.longest and self.longest < self.shortest):
+            found = f"shortest {self.shortest}, longest {self.longest}"
+            raise ValueError(f"{where}: found {found}, need 0 <= shortest <= longest (longest 0: no limit)")
 
 
 @dataclass(frozen=True)
