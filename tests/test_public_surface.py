@@ -52,7 +52,7 @@ def test_names_that_acceptance_relies_on_are_among_them() -> None:
     for name in (
         "trine.ops.kda.kda(q, k, v, gate, beta, *, A_log=None, dt_bias=None, gate_kind='bounded', lower_bound=-5.0, "
         "qk_norm=True, beta_is_logit=True, beta_max=1.0, scale=None, initial_state=None, output_final_state=False, "
-        "cu_seqlens=None, plan='auto', backend='auto')",
+        "cu_seqlens=None, plan='auto', backend='auto'",
         "trine.ops.kda.kda_step(",
         "trine.ops.kda.segment_state(",
         "trine.ops.kda.bounded_gate(",

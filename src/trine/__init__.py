@@ -12,11 +12,17 @@ if TYPE_CHECKING:
     from trine.cache import HybridCache as HybridCache
     from trine.config import ModelConfig as ModelConfig
     from trine.model import Model as Model
+    from trine.ops._errors import check_errors as check_errors
 
 __version__ = "0.1.0"
-__all__ = ["HybridCache", "Model", "ModelConfig", "__version__"]
+__all__ = ["HybridCache", "Model", "ModelConfig", "__version__", "check_errors"]
 
-_HOME = {"Model": "trine.model", "ModelConfig": "trine.config", "HybridCache": "trine.cache"}
+_HOME = {
+    "Model": "trine.model",
+    "ModelConfig": "trine.config",
+    "HybridCache": "trine.cache",
+    "check_errors": "trine.ops._errors",
+}
 
 
 def __getattr__(name: str) -> Any:

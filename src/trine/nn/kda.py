@@ -45,8 +45,10 @@ class KimiDeltaAttention(Float32Parameters):
         g_min: float = -5.0,
         output_gate: bool = True,
         norm_eps: float = 1e-5,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
+        self.backend = backend  # of `trine.ops.kda.kda` and `kda_step`: "auto", "torch", "triton"
         self.heads, self.head_dim = heads, head_dim
         self.gate_kind, self.g_min, self.norm_eps = gate_kind, g_min, norm_eps
         inner = heads * head_dim
@@ -95,6 +97,7 @@ class KimiDeltaAttention(Float32Parameters):
             "dt_bias": self.dt_bias,
             "gate_kind": self.gate_kind,
             "lower_bound": self.g_min,
+            "backend": self.backend,
         }
         if step:
             assert state_NHKV is not None

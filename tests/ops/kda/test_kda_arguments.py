@@ -119,17 +119,31 @@ class _OnCard:
         self.device, self.shape, self.dtype = torch.device("cuda"), tensor.shape, tensor.dtype
 
 
-def test_the_choice_for_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trine.ops.kda import triton_forward
+def test_the_choice_for_cuda_tensors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from trine.ops.kda import _choice
 
     q, v = (_OnCard(arguments()[name]) for name in ("q", "v"))
-    assert _backend("auto", q, v, "bounded", -5.0) is triton_forward.kda_triton
-    assert _backend("auto", q, v, "softplus", -5.0).__name__ == "_run_torch"
+    assert _backend("auto", q, v, "bounded", -5.0) is None  # the kernels
+    _choice.say_slow.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="trine"):
+        for _ in range(2):
+            assert _backend("auto", q, v, "softplus", -5.0).__name__ == "_run_torch"
+    (record,) = caplog.records
+    assert "need gate_kind 'bounded', found 'softplus'; this call" in record.getMessage()
     with pytest.raises(BackendUnavailable, match=r"backend 'triton' cannot run here: .*need gate_kind 'bounded'"):
         _backend("triton", q, v, "softplus", -5.0)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    double = _OnCard(arguments()["beta"].double())
+    assert _backend("auto", q, v, "bounded", -5.0, double).__name__ == "_run_torch"
+    monkeypatch.setattr(_choice, "triton_is_there", lambda: False)
     with pytest.raises(BackendUnavailable, match=r"needs the package triton .*, found none"):
         _backend("triton", q, v, "bounded", -5.0)
+
+
+def test_what_may_be_kept_for_the_backward_pass() -> None:
+    with pytest.raises(ValueError, match=r"save: found 'all', need one of \['inputs', 'factors'\]"):
+        kda(**arguments(), save="all")
+    given = arguments()
+    assert torch.equal(kda(**given, save="factors")[0], kda(**given)[0])
 
 
 def test_tensors_on_another_device() -> None:

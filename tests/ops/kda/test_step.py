@@ -158,7 +158,7 @@ def test_no_sequences(lab: SimpleNamespace) -> None:
             {"state": torch.zeros(2, 2, 6, 10)},
             r"state: found shape .*it looks transposed, \[V, K\] instead of \[K, V\]",
         ),
-        ({"state": torch.zeros(2, 2, 10, 6).bfloat16()}, r"state: found dtype torch.bfloat16, need torch.float32"),
+        ({"state": torch.zeros(2, 2, 10, 6).half()}, r"state: found dtype torch.float16, need torch.float32"),
         (
             {"state_indices": torch.tensor([0.0, 1.0])},
             r"state_indices: found dtype torch.float32, need int32 or int64",

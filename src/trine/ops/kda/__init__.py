@@ -6,7 +6,6 @@ The derivation, range argument and measurements are in the README of this folder
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from trine.ops._backend import pick
 from trine.ops._sequences import check_cu_seqlens
-from trine.ops.kda._checks import PLANS, TILE, check_inputs
+from trine.ops.kda._checks import PLANS, SAVES, TILE, check_inputs
+from trine.ops.kda._choice import say_slow, why_not_triton
 from trine.ops.kda.chunk import tiles_in_chunk
 from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype, full_precision
 from trine.ops.kda.layout import make_layout
@@ -27,6 +27,7 @@ from trine.ops.kda.torch_chunked import ChunkedKDA, Options, forward_pass
 __all__ = [
     "GATE_KINDS",
     "PLANS",
+    "SAVES",
     "TILE",
     "advance",
     "bounded_gate",
@@ -60,6 +61,7 @@ def kda(
     cu_seqlens: Tensor | None = None,
     plan: str = "auto",
     backend: str = "auto",
+    save: str = "inputs",
 ) -> tuple[Tensor, Tensor | None]:
     """Gated delta rule with a decay a channel: K3 report (arXiv 2607.24653) Eq. 1.
 
@@ -79,7 +81,8 @@ def kda(
         gate_kind: ``"bounded"``: g = lower_bound * sigmoid(exp(A_log) (gate + dt_bias)), report Eq. 5.
             ``"softplus"``: g = -exp(A_log) softplus(gate + dt_bias), Kimi Linear. ``"log_decay"``: ``gate`` is g <= 0
             itself. The last two may take any size; they are exact and strictly causal too, but slower (2 to 4 times on
-            a CPU): decays between the rows of a tile are then formed pair by pair instead of by a matrix product.
+            a CPU): decays between the rows of a tile are then formed pair by pair instead of by a matrix product. On a
+            card they have no kernels of their own and take the chunked torch path, which a warning says once.
         lower_bound: in (-5.5, 0), so that a tile of 16 tokens spans less than 88 in log space, the range of float32.
         qk_norm: divide q and k by sqrt(sum x^2 + 1e-6) first.
         beta_is_logit: beta -> beta_max * sigmoid(beta).
@@ -92,10 +95,15 @@ def kda(
             every sequence into tiles of 16 tokens from its own start, whatever the plan, so all plans give the same
             bits there.
         backend: ``"auto"``, ``"reference"`` (token by token), ``"torch"`` (chunked, any device) or ``"triton"`` (CUDA).
+        save: what the kernels keep for their backward pass. ``"inputs"``: inputs and output only, the rest is made
+            again. ``"factors"``: also 6 K + 128 bytes a token and value head (bf16), about a tenth faster; bf16 inputs
+            then round to bf16 factors in the forward too (output error 4.1e-3 instead of 3.3e-3). The other backends
+            have one way only, whatever this says: the torch path keeps its factors and chunk states.
 
     Returns:
         output ``[B, T, HV, V]`` in v's dtype, and the final states ``[N, HV, K, V]`` or None. Differentiable once in q,
-        k, v, gate, beta, A_log, dt_bias and initial_state.
+        k, v, gate, beta, A_log, dt_bias and initial_state; a gradient of a gradient raises. Works inside
+        ``torch.compile(fullgraph=True)`` and CUDA graphs on the kernels (after one call that compiles them).
 
     Outputs before t, and gradients of a loss on them, keep every bit when anything at or after t, or in another
     sequence, changes or is appended.
@@ -108,7 +116,17 @@ def kda(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
         initial_state=initial_state, cu_seqlens=cu_seqlens, plan=plan,
     )  # fmt: skip
-    run = _backend(backend, q, v, gate_kind, lower_bound)
+    if save not in SAVES:
+        raise ValueError(f"save: found {save!r}, need one of {list(SAVES)}")
+    run = _backend(backend, q, v, gate_kind, lower_bound, k, gate, beta)
+    if run is None:
+        from trine.ops.kda.triton_entry import kda_triton
+
+        return kda_triton(
+            q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
+            beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan, save=save,
+        )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with full_precision(q.device):
         return run(
@@ -155,37 +173,29 @@ def segment_state(
     n, hv, dk, dv = sizes.sequences, sizes.value_heads, sizes.key_dim, sizes.value_dim
     wide_v = torch.cat([v.to(dtype), v.new_zeros(*v.shape[:-1], dk, dtype=dtype)], dim=-1)
     start = torch.cat([v.new_zeros(dk, dv, dtype=dtype), torch.eye(dk, dtype=dtype, device=v.device)], dim=-1)
-    run = _backend(backend, k, wide_v, gate_kind, lower_bound)
-    with full_precision(k.device):
-        _, final = run(
-            k, k, wide_v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
-            qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=1.0,
-            initial_state=start.expand(n, hv, dk, dv + dk).contiguous(), output_final_state=True,
-            cu_seqlens=cu_seqlens, plan=plan,
-        )  # fmt: skip
+    _, final = kda(
+        k, k, wide_v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
+        qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=1.0,
+        initial_state=start.expand(n, hv, dk, dv + dk).contiguous(), output_final_state=True,
+        cu_seqlens=cu_seqlens, plan=plan, backend=backend,
+    )  # fmt: skip
     assert final is not None
     offset, transition = final.split([dv, dk], dim=-1)
     return transition, offset
 
 
 def _backend(
-    name: str, q: Tensor, v: Tensor, gate_kind: str, lower_bound: float
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The implementation to call with checked arguments. The only place that knows the names of backends."""
-    triton = None
-    if q.device.type != "cuda":
-        triton = f"needs CUDA tensors, found {q.device.type}"
-    elif importlib.util.find_spec("triton") is None:
-        triton = "needs the package triton (pip install 'trine[gpu]'), found none"
-    else:
-        from trine.ops.kda.triton_forward import unsupported
-
-        triton = unsupported(q, v, gate_kind, lower_bound)
+    name: str, q: Tensor, v: Tensor, gate_kind: str, lower_bound: float, *others: Tensor
+) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The implementation to call with checked arguments; None means the kernels. ``others`` are k, gate and beta."""
+    triton = why_not_triton(q, v, gate_kind, lower_bound, *others)
+    if triton is None and name in ("auto", "triton") and torch.compiler.is_compiling():
+        return None  # the log would break the graph
     chosen = pick("kda", name, q.device.type, {"triton": triton, "torch": None, "reference": None})
     if chosen == "triton":
-        from trine.ops.kda.triton_forward import kda_triton
-
-        return kda_triton
+        return None
+    if triton is not None and name == "auto" and q.device.type == "cuda":
+        say_slow("kda", triton)
     return kda_reference if chosen == "reference" else _run_torch
 
 

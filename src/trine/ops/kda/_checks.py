@@ -11,6 +11,7 @@ from trine.ops._sequences import check_cu_seqlens
 from trine.ops.kda.gate import GATE_KINDS, compute_dtype
 
 PLANS = ("auto", "serial", "segmented")
+SAVES = ("inputs", "factors")
 TILE = 16
 SPAN_LIMIT = 88.0  # exp(88) still fits float32
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -178,7 +179,8 @@ def check_step(
     _need_floats(q.device, q=q, k=k, v=v, gate=gate, beta=beta, A_log=A_log, dt_bias=dt_bias, state=state)
     if gate_kind == "log_decay" and gate.device.type == "cpu" and gate.numel():
         check_decay(gate)
-    dtype = compute_dtype(q, k, v, gate)
+    # A state stored in bf16 is computed with in full precision and rounded once.
+    dtype = torch.bfloat16 if state.dtype == torch.bfloat16 else compute_dtype(q, k, v, gate)
     if state_indices is None:
         check_state("state", state, n, hv, dk, dv, dtype)
         return
@@ -189,9 +191,14 @@ def check_step(
     if state_indices.device != q.device:
         raise ValueError(f"state_indices: found device {state_indices.device}, need that of q, {q.device}")
     if state_indices.device.type == "cpu":
-        used = [i for i in state_indices.tolist() if i != -1]
-        for i in used:
-            if not 0 <= i < state.shape[0]:
-                raise ValueError(f"state_indices: found {i}, need -1 (padding) or 0 .. {state.shape[0] - 1}")
-        if len(set(used)) != len(used):
-            raise ValueError("state_indices: found one state twice, need each at most once")
+        check_entries(state_indices, state.shape[0])
+
+
+def check_entries(state_indices: Tensor, entries: int) -> None:
+    """Raise unless the indices are -1 or each another entry of the pool (read on the CPU only)."""
+    used = [i for i in state_indices.tolist() if i != -1]
+    for i in used:
+        if not 0 <= i < entries:
+            raise ValueError(f"state_indices: found {i}, need -1 (padding) or 0 .. {entries - 1}")
+    if len(set(used)) != len(used):
+        raise ValueError("state_indices: found one state twice, need each at most once")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trine.ops._backend import pick
 from trine.ops.kda._checks import check_step
+from trine.ops.kda._choice import say_slow, why_no_card
 from trine.ops.kda.gate import compute_dtype, full_precision, log_decay, sigmoid
 
 
@@ -27,6 +29,7 @@ def kda_step(
     scale: float | None = None,
     state_indices: Tensor | None = None,
     inplace: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Advance N sequences by one token, K3 report (arXiv 2607.24653) Eq. 1; equal to ``kda`` with T = 1.
 
@@ -35,10 +38,13 @@ def kda_step(
         v_NHV: ``[N, HV, V]``.
         gate: ``[N, HV, K]``; beta: ``[N, HV]``. Both are used in float32 whatever their dtype: beta is never rounded.
         state_NHKV: float32 (float64 with float64 inputs) ``[N, HV, K, V]``; with ``state_indices`` a pool ``[P, HV, K,
-            V]``.
+            V]``. bfloat16 states are computed with in float32 and rounded once a step.
         state_indices: int32 or int64 ``[N]``: the pool's entry of each sequence; -1 marks padding, whose output is 0
-            and which touches no state.
+            and which touches no state. Entries of a CUDA tensor are not read back: one outside the pool is treated as
+            padding and reported by ``trine.check_errors``; one used twice there gets either result.
         inplace: write the new states into ``state_NHKV`` (no gradient through it). Otherwise it is left as it was.
+        backend: ``"auto"``, ``"torch"`` (any device) or ``"triton"`` (CUDA, one launch, no gradient; steps ``inplace``
+            can be captured in a CUDA graph after one call that compiles them). ``"auto"`` takes it where it can.
         Other keywords: see :func:`trine.ops.kda.kda`.
 
     Returns:
@@ -46,6 +52,7 @@ def kda_step(
 
     Raises:
         ValueError: an argument of the wrong shape, dtype, device or value, by name.
+        BackendUnavailable: an explicit backend that cannot run here.
     """
     check_step(
         q_NHK, k_NHK, v_NHV, gate, beta, state_NHKV, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind,
@@ -55,6 +62,22 @@ def kda_step(
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if inplace and needs_grad:
         raise ValueError("inplace: found inputs that require a gradient, need torch.no_grad() for in-place steps")
+    if _on_kernel(backend, tensors, gate_kind, needs_grad, inplace):
+        from trine.ops.kda.triton_entry import step_triton
+
+        return step_triton(
+            q_NHK, k_NHK, v_NHV, gate, beta, state_NHKV, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind,
+            lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale,
+            state_indices=state_indices, inplace=inplace,
+        )  # fmt: skip
+    if state_NHKV.dtype == torch.bfloat16:
+        wide = state_NHKV.to(compute_dtype(q_NHK, k_NHK, v_NHV, gate))
+        out, new = kda_step(
+            q_NHK, k_NHK, v_NHV, gate, beta, wide, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind,
+            lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale,
+            state_indices=state_indices, backend="torch",
+        )  # fmt: skip
+        return out, state_NHKV.copy_(new) if inplace else new.to(torch.bfloat16)
     dtype = compute_dtype(q_NHK, k_NHK, v_NHV, gate)
     groups = v_NHV.shape[1] // q_NHK.shape[1]
     qk, v = torch.stack([q_NHK.to(dtype), k_NHK.to(dtype)]), v_NHV.to(dtype)
@@ -103,3 +126,28 @@ def kda_step(
             new = torch.where(keep[:, None, None, None], new, instead)
     pool = state_NHKV if inplace else state_NHKV.clone()
     return out, pool.index_put_((index,), new)
+
+
+def _on_kernel(
+    backend: str, tensors: tuple[Tensor | None, ...], gate_kind: str, needs_grad: bool, inplace: bool
+) -> bool:
+    """Whether the one-launch kernel takes this step; ``tensors`` are those of ``kda_step`` in order.
+
+    Raises:
+        ValueError: an unknown backend.
+        BackendUnavailable: the kernel was asked for and cannot run.
+    """
+    q, v, state = tensors[0], tensors[2], tensors[5]
+    assert q is not None and v is not None and state is not None
+    reason = why_no_card(q)
+    if reason is None:
+        from trine.ops.kda.triton_decode import unsupported
+
+        reason = unsupported(tensors, gate_kind, needs_grad, inplace)
+    if reason is None and backend in ("auto", "triton") and torch.compiler.is_compiling():
+        return True  # the log would break the graph
+    chosen = pick("kda_step", backend, q.device.type, {"triton": reason, "torch": None})
+    if chosen == "torch" and backend == "auto" and q.device.type == "cuda" and not needs_grad:
+        assert reason is not None
+        say_slow("kda_step", reason)
+    return chosen == "triton"

@@ -18,11 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trine.ops._errors import error_words
 from trine.ops.kda.triton_backward_gradients import gradient_kernel
 from trine.ops.kda.triton_backward_pairs import finish_kernel, pair_kernel
 from trine.ops.kda.triton_backward_scan import join_kernel, scan_kernel, segment_kernel
 from trine.ops.kda.triton_config import CHUNK, LOG2E, anchor, choose, segment_length
-from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, error_word, type_name
+from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
 from trine.ops.kda.triton_prepare import Factors, even_rows, make_problem, prepare
 
 SCAN = Kernel(scan_kernel)
@@ -97,7 +98,7 @@ def choose_backward(dtype: torch.dtype, K: int, V: int, heads: int = 0) -> Backw
         gradient_values=min(64, value),
         pair_values=32,
         scan=Options(num_warps=8 if wide else 4, num_stages=3 if key <= 128 else 2),
-        pairs=Options(num_warps=4, num_stages=3),
+        pairs=Options(num_warps=1, num_stages=3),
         gradient=Options(num_warps=4, num_stages=3),
     )
 
@@ -253,7 +254,7 @@ def kda_backward(
     form = _Form(
         (q.dtype, k.dtype, v.dtype, gate.dtype, beta.dtype, output.dtype, d_output.dtype),
         None if cu is None else cu.dtype, K, V, qk_norm, beta_is_logit, rate is not None, bias is not None,
-        state is not None, d_final is not None, HV != H, segment, device.type == "cuda",
+        state is not None, d_final is not None, HV != H, segment, not SCAN.interpreted,
     )  # fmt: skip
     forms = variants(config, form)
     if not beta_is_logit:
@@ -265,7 +266,7 @@ def kda_backward(
             *(q, k, v, gate, beta),
             a_log=rate, dt_bias=bias, lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit,
             beta_max=beta_max, scale=scale, cu_seqlens=cu, config=replace(chosen, value=chosen.factor),
-            error=None if cu is None else error_word(device),
+            error=None if cu is None else error_words(device),
         )  # fmt: skip
         factors = prepare(problem)
     w, q_plus, k_minus = factors.wqk.unbind(0)

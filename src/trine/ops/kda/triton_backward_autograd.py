@@ -2,78 +2,123 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from trine.ops.kda.triton_backward import kda_backward
+from trine.ops.kda.triton_backward import Gradients, kda_backward
+from trine.ops.kda.triton_config import Config, choose
 from trine.ops.kda.triton_forward import forward
+from trine.ops.kda.triton_prepare import Factors
 
 
-@dataclass(frozen=True)
-class _Options:
+class Settings(NamedTuple):
     """The arguments of one call that are not tensors."""
 
     lower_bound: float
     qk_norm: bool
     beta_is_logit: bool
     beta_max: float
-    scale: float
+    scale: float | None
     plan: str
     keep_factors: bool
+    final: bool  # whether the final state is wanted
+
+
+def forward_keeping(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    settings: Settings,
+) -> tuple[Tensor, Tensor | None, Factors | None]:
+    """Output, final state if wanted, and the factors if they are to be kept and fit the backward pass."""
+    out, final, saved = forward(
+        q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=settings.lower_bound, qk_norm=settings.qk_norm,
+        beta_is_logit=settings.beta_is_logit, beta_max=settings.beta_max, scale=settings.scale,
+        initial_state=initial_state, output_final_state=settings.final, cu_seqlens=cu_seqlens,
+        plan=plan_of(q, settings),
+    )  # fmt: skip
+    return out, final, saved.factors if factors_fit(q, v, settings) else None
+
+
+def plan_of(q: Tensor, settings: Settings) -> str:
+    """The forward's plan: with kept factors bf16 inputs take the backward's operands, so that it can use them."""
+    if settings.keep_factors and q.dtype == torch.bfloat16 and "," not in settings.plan:
+        return settings.plan + ",bf16"
+    return settings.plan
+
+
+def config_of(q: Tensor, v: Tensor, settings: Settings) -> Config:
+    """The forward's configuration; heads and head sizes become numbers where they are symbols of a trace."""
+    sizes = int(v.shape[2]), int(q.shape[3]), int(v.shape[3])
+    return choose(*sizes, q.dtype, v.dtype, settings.qk_norm, plan_of(q, settings))
+
+
+def factors_fit(q: Tensor, v: Tensor, settings: Settings) -> bool:
+    """Whether the forward's factors are kept: asked for, and what the backward would make.
+
+    Given strengths may be 0, which the backward replaces before it makes factors: not the forward's then.
+    """
+    if not (settings.keep_factors and settings.beta_is_logit):
+        return False
+    config = config_of(q, v, settings)
+    operand = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
+    return config.factor == config.value == operand
+
+
+def backward_from(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    d_out: Tensor | None,
+    d_final: Tensor | None,
+    factors: Factors | None,
+    settings: Settings,
+) -> Gradients:
+    """Gradients of the eight tensors, with segments where the forward has them."""
+    return kda_backward(
+        q, k, v, gate, beta, out, torch.zeros_like(out) if d_out is None else d_out, d_final, A_log=A_log,
+        dt_bias=dt_bias, lower_bound=settings.lower_bound, qk_norm=settings.qk_norm,
+        beta_is_logit=settings.beta_is_logit, beta_max=settings.beta_max, scale=settings.scale,
+        initial_state=initial_state, cu_seqlens=cu_seqlens, segment=config_of(q, v, settings).segment, factors=factors,
+    )  # fmt: skip
 
 
 class _TritonKDA(torch.autograd.Function):
     """Saves the inputs and the output; with ``keep_factors`` also what the forward's first kernel made of them."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gate: Tensor,
-        beta: Tensor,
-        A_log: Tensor | None,
-        dt_bias: Tensor | None,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        options: _Options,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output and final state; see ``kda_triton_autograd``."""
-        plan = options.plan
-        if options.keep_factors and q.dtype == torch.bfloat16 and "," not in plan:
-            plan += ",bf16"  # the backward's operands, so that it can take over the forward's factors
-        out, final, saved = forward(
-            q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=options.lower_bound,
-            qk_norm=options.qk_norm, beta_is_logit=options.beta_is_logit, beta_max=options.beta_max,
-            scale=options.scale, initial_state=initial_state, output_final_state=True, cu_seqlens=cu_seqlens, plan=plan,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens, out)
-        ctx.options = options
-        ctx.segment = saved.problem.config.segment
-        # Given strengths may be 0, which the backward replaces before it makes factors: not the forward's then.
-        operand = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
-        same = saved.factors.a.dtype == saved.factors.p.dtype == operand
-        ctx.factors = saved.factors if options.keep_factors and options.beta_is_logit and same else None
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Output and final state; arguments as ``forward_keeping``."""
+        out, final, factors = forward_keeping(*arguments)
+        ctx.set_materialize_grads(False)  # a loss on the output alone needs no zeros for the final state
+        ctx.save_for_backward(*arguments[:9], out)
+        ctx.settings, ctx.factors = arguments[9], factors
         return out, final
 
     @staticmethod
-    def backward(ctx: Any, *gradients_out: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the eight tensors; None for ``cu_seqlens`` and the options."""
-        d_out, d_final = gradients_out
-        q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens, out = ctx.saved_tensors
-        options, factors = ctx.options, ctx.factors
-        ctx.factors = None  # freed as soon as the scans are done with them
-        gradients = kda_backward(
-            q, k, v, gate, beta, out, torch.zeros_like(out) if d_out is None else d_out, d_final, A_log=A_log,
-            dt_bias=dt_bias, lower_bound=options.lower_bound, qk_norm=options.qk_norm,
-            beta_is_logit=options.beta_is_logit, beta_max=options.beta_max, scale=options.scale,
-            initial_state=initial_state, cu_seqlens=cu_seqlens, segment=ctx.segment, factors=factors,
-        )  # fmt: skip
-        return (*gradients, None, None)
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the eight tensors; None for ``cu_seqlens`` and the settings."""
+        if d_out is None and d_final is None:
+            return (None,) * 10
+        arguments = (*ctx.saved_tensors, d_out, d_final, ctx.factors, ctx.settings)
+        return (*backward_from(*arguments), None, None)
 
 
 def kda_triton_autograd(
@@ -96,13 +141,14 @@ def kda_triton_autograd(
     plan: str = "auto",
     keep_factors: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``(output, final_state)`` of ``trine.ops.kda.kda`` with the bounded gate, differentiable, by GPU kernels.
+    """``(output, final_state)`` of ``trine.ops.kda.kda`` with the bounded gate, differentiable once, by GPU kernels.
 
     Arguments are taken as checked by ``kda`` and must be ones the kernels can take (``triton_forward.unsupported``).
     ``keep_factors`` trades memory for speed: 6 K + 128 bytes a token and head stay from forward to backward, which then
     does not make them again; bf16 inputs then take bf16 factors in the forward too (output error 4.1e-3, not 3.3e-3).
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = _Options(lower_bound, qk_norm, beta_is_logit, beta_max, scale, plan, keep_factors)
-    out, final = _TritonKDA.apply(q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens, options)
-    return out, final if output_final_state else None
+    settings = Settings(lower_bound, qk_norm, beta_is_logit, beta_max, scale, plan, keep_factors, output_final_state)
+    result: tuple[Tensor, Tensor | None] = _TritonKDA.apply(
+        q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens, settings
+    )
+    return result

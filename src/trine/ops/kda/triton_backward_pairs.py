@@ -99,13 +99,18 @@ def pair_kernel(
     tl.store(keep + 2 * CHUNK, 2.0 * tl.sum(tl.where(diagonal, dm, 0.0), 1) / tl.where(exists, b, 1.0) - u_v)
     tl.store(keep + 3 * CHUNK, u_v)
     if QK_NORM:  # here and not before the loop, which such short rows of loads would hold up: 0.7 ms against 1.2
-        d = tl.arange(0, KP)
-        key_at = (first * (heads // group) + head // group) * K + (i * (heads // group * K))[:, None] + d[None, :]
-        there = exists[:, None] if K == KP else exists[:, None] & (d < K)[None, :]
-        q_tile = tl.load(q + key_at, mask=there, other=0.0).to(tl.float32)
-        tl.store(keep + 5 * CHUNK, scale / tl.sqrt(tl.sum(q_tile * q_tile, 1) + 1e-6))
-        k_tile = tl.load(k + key_at, mask=there, other=0.0).to(tl.float32)
-        tl.store(keep + 6 * CHUNK, 1.0 / tl.sqrt(tl.sum(k_tile * k_tile, 1) + 1e-6))
+        q_squares = tl.zeros([CHUNK], tl.float32)
+        k_squares = tl.zeros([CHUNK], tl.float32)
+        key_row = (first * (heads // group) + head // group) * K + i * (heads // group * K)
+        for part in tl.static_range(KP // 32):  # a whole row at once would spill in one warp
+            d = part * 32 + tl.arange(0, 32)
+            there = exists[:, None] if K == KP else exists[:, None] & (d < K)[None, :]
+            q_tile = tl.load(q + key_row[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+            k_tile = tl.load(k + key_row[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+            q_squares += tl.sum(q_tile * q_tile, 1)
+            k_squares += tl.sum(k_tile * k_tile, 1)
+        tl.store(keep + 5 * CHUNK, scale / tl.sqrt(q_squares + 1e-6))
+        tl.store(keep + 6 * CHUNK, 1.0 / tl.sqrt(k_squares + 1e-6))
     dp = tl.where(strict, dp, 0.0)
     dm = tl.where(strict, dm, 0.0)
     up, down = headroom(dp, dm, top)

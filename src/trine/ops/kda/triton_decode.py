@@ -17,10 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trine.ops._errors import error_words
 from trine.ops.kda.triton_config import LOG2E, MAX_CHANNELS
+from trine.ops.kda.triton_forward import check_at_once
 from trine.ops.kda.triton_launch import Kernel, Options, Variant, type_name
 from trine.ops.kda.triton_prepare import alignment, even_rows, exp2, parameter, reciprocal
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GATES = {"bounded": 0, "softplus": 1, "log_decay": 2}
 
 
@@ -37,6 +40,7 @@ def decode_kernel(
     state_ptr,
     next_ptr,
     out_ptr,
+    error_ptr,
     q_stride_n,
     q_stride_h,
     k_stride_n,
@@ -75,7 +79,8 @@ def decode_kernel(
 ):
     """One sequence, one value head, BV value channels. Grid: sequences x heads x BLOCKS, blocks fastest.
 
-    An index outside [0, pool) marks padding: its output is 0 and no state is touched.
+    An index outside [0, pool) marks padding: its output is 0 and no state is touched; one other than -1 also sets the
+    second error word.
     """
     pid = tl.program_id(0)
     block = pid % BLOCKS
@@ -92,6 +97,8 @@ def decode_kernel(
     if INDEXED:
         entry = tl.load(index_ptr + n).to(tl.int64)
         if (entry < 0) | (entry >= pool):
+            if entry != -1:
+                tl.store(error_ptr + 1, 1)
             tl.store(target, tl.zeros([BV], tl.float32).to(out_ptr.dtype.element_ty), mask=there)
             return
     cell = known[:, None] & there[None, :]
@@ -157,6 +164,7 @@ def decode_variant(
     types = (
         *("*" + type_name(dtype) for dtype in dtypes),
         *("*fp32", "*fp32", "*" + type_name(index_dtype or torch.int32), state, state, "*" + type_name(dtypes[2])),
+        "*i32",
         *(["i64"] * 16),
         *("i32", "i32", "i32", "fp32", "fp32", "fp32"),
     )
@@ -176,6 +184,27 @@ def decode_variant(
         not DECODE.interpreted,
     )
     return Variant(types, constants, options)
+
+
+def unsupported(tensors: tuple[Tensor | None, ...], gate_kind: str, needs_grad: bool, inplace: bool) -> str | None:
+    """Why the kernel cannot take this step: what is needed and what was found, or None.
+
+    ``tensors`` are q, k, v, gate, beta, state and two that may have any float type.
+    """
+    if needs_grad:
+        return "the kernel needs inputs without gradient, found one that requires it"
+    if gate_kind not in _GATES:
+        return f"the kernel needs a gate kind out of {sorted(_GATES)}, found {gate_kind!r}"
+    q, v, state = tensors[0], tensors[2], tensors[5]
+    assert q is not None and v is not None and state is not None
+    if inplace and state.stride(-1) != 1:
+        return f"the kernel needs states with contiguous rows for a step in place, found a stride of {state.stride(-1)}"
+    if q.shape[-1] > MAX_CHANNELS or v.shape[-1] > MAX_CHANNELS:
+        return f"the kernel needs K and V up to {MAX_CHANNELS}, found K={q.shape[-1]}, V={v.shape[-1]}"
+    for tensor in tensors[:6]:
+        if tensor is not None and tensor.dtype not in _DTYPES:
+            return f"the kernel needs bfloat16, float16 or float32, found {tensor.dtype}"
+    return None
 
 
 def kda_step_triton(
@@ -244,6 +273,7 @@ def kda_step_triton(
         sequences * heads * -(-value_width // 64),
         (
             *(q, k, v, gate, beta, a_log, bias, state_indices, source, target, out),
+            None if state_indices is None else error_words(q.device),
             *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *gate.stride()[:2], *beta.stride()),
             *(s // align for s in source.stride()[:3]),
             *(s // align for s in target.stride()[:3]),
@@ -253,4 +283,6 @@ def kda_step_triton(
         variant,
         q.device,
     )
+    if state_indices is not None:
+        check_at_once(q.device)
     return out, target

@@ -204,24 +204,3 @@ def repair_interpreter() -> None:
 def multiprocessors(index: int) -> int:
     """Streaming multiprocessors of CUDA device ``index``."""
     return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-@cache
-def error_word(device: torch.device) -> Tensor:
-    """The device's error word, int32 ``[1]``: 1 once a kernel has met a ``cu_seqlens`` that describes no packed row."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def check_errors(device: torch.device) -> None:
-    """Read the device's error word (waits for the device) and clear it.
-
-    Raises:
-        ValueError: a kernel found ``cu_seqlens`` on this device that do not start at 0, decrease, or do not end at the
-            number of tokens; it stayed inside its buffers, but that call's results mean nothing.
-    """
-    word = error_word(device)
-    if int(word.item()):
-        word.zero_()
-        raise ValueError(
-            "cu_seqlens: values on the device do not start at 0, decrease, or do not end at the number of tokens"
-        )

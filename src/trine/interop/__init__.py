@@ -1,0 +1,3 @@
+"""Level 4. Other libraries' names and layouts for what Trine has."""
+
+from __future__ import annotations

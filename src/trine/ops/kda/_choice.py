@@ -1,0 +1,45 @@
+"""Whether the GPU kernels can take a call, and how it is said when they cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from trine._log import logger
+
+
+@cache
+def triton_is_there() -> bool:
+    """Whether the package triton is installed; it is not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def why_not_triton(q: Tensor, v: Tensor, gate_kind: str, lower_bound: float, *others: Tensor) -> str | None:
+    """What the chunked kernels need and what was found instead; None when they can run."""
+    reason = why_no_card(q)
+    if reason is not None:
+        return reason
+    from trine.ops.kda.triton_forward import unsupported
+
+    return unsupported(q, v, gate_kind, lower_bound, *others)
+
+
+def why_no_card(q: Tensor) -> str | None:
+    """What any kernel needs and what was found instead; None for a CUDA tensor where triton is installed."""
+    if q.device.type != "cuda":
+        return f"needs CUDA tensors, found {q.device.type}"
+    # torch.compile cannot look for packages, and has found triton already.
+    if not torch.compiler.is_compiling() and not triton_is_there():
+        return "needs the package triton (pip install 'trine[gpu]'), found none"
+    return None
+
+
+@cache
+def say_slow(operator: str, reason: str) -> None:
+    """Warn once that a call on a card runs without kernels."""
+    logger.warning(
+        "%s: %s; this call and others like it take the slower chunked torch path on the GPU", operator, reason
+    )

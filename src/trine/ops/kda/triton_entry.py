@@ -1,0 +1,103 @@
+"""What ``kda`` and ``kda_step`` call on a card: launches at once when running, registered operators when traced."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trine.ops.kda.triton_backward_autograd import Settings, kda_triton_autograd
+from trine.ops.kda.triton_decode import kda_step_triton
+from trine.ops.kda.triton_forward import forward
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def traced(tensor: Tensor) -> bool:
+    """Whether somebody traces this call: ``torch.compile``, or a tensor that is no plain one (fake, functional)."""
+    return torch.compiler.is_compiling() or type(tensor) not in _PLAIN
+
+
+def kda_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float = -5.0,
+    qk_norm: bool = True,
+    beta_is_logit: bool = True,
+    beta_max: float = 1.0,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    plan: str = "auto",
+    save: str = "inputs",
+) -> tuple[Tensor, Tensor | None]:
+    """``(output, final_state)`` of ``trine.ops.kda.kda`` with the bounded gate; arguments as checked by it."""
+    if traced(q):
+        from trine.ops.kda.triton_library import kda_registered
+
+        settings = Settings(
+            lower_bound, qk_norm, beta_is_logit, beta_max, scale, plan, save == "factors", output_final_state
+        )
+        return kda_registered(q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens, settings)
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or gate.requires_grad
+        or beta.requires_grad
+        or (A_log is not None and A_log.requires_grad)
+        or (dt_bias is not None and dt_bias.requires_grad)
+        or (initial_state is not None and initial_state.requires_grad)
+    ):
+        return kda_triton_autograd(
+            q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
+            beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan, keep_factors=save == "factors",
+        )  # fmt: skip
+    out, final, _ = forward(
+        q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
+        beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,
+        output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan,
+    )  # fmt: skip
+    return out, final
+
+
+def step_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    gate_kind: str,
+    lower_bound: float,
+    qk_norm: bool,
+    beta_is_logit: bool,
+    beta_max: float,
+    scale: float | None,
+    state_indices: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    """``(output, state)`` of ``trine.ops.kda.kda_step``; arguments are taken as checked by it."""
+    if traced(q):
+        from trine.ops.kda.triton_library import kda_step_registered
+
+        return kda_step_registered(
+            *(q, k, v, gate, beta, state, A_log, dt_bias, state_indices),
+            *(gate_kind, lower_bound, qk_norm, beta_is_logit, beta_max, scale),
+            inplace=inplace,
+        )
+    return kda_step_triton(
+        q, k, v, gate, beta, state, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
+        qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, state_indices=state_indices,
+        inplace=inplace,
+    )  # fmt: skip
