@@ -21,6 +21,12 @@ def words(seed: int, count: int) -> str:
     return "".join(word + ("\n    " if i % 7 == 6 else " ") for i, word in enumerate(made))
 
 
+@pytest.fixture(scope="session", name="words")
+def _words() -> Callable[[int, int], str]:
+    """``words`` for tests, which cannot import from here."""
+    return words
+
+
 @pytest.fixture(scope="session")
 def corpus() -> Corpus:
     """Sixty documents of 1 to 400 words, a quarter of them held out."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trine.data import DataError, prepare
+from trine.data import Corpus, DataError, Document, Recipe, prepare
 from trine.data.dataset import Tokenizer
 
 TEXT = "".join(f"word{i} and the number {i * i}, line {i % 13}\n" for i in range(300))
@@ -81,3 +81,51 @@ def test_nothing_to_train_on_or_to_hold_out_is_said(tmp_path: Path, caplog: pyte
     (tmp_path / "one" / "a.txt").rename(tmp_path / "one" / held)
     with pytest.raises(DataError, match="all 1 documents are held out, none to train on"):
         prepare(tmp_path / "data2", str(tmp_path / "one"), 300, one_in=2)
+
+
+def _tasks(seed: int, count: int = 5) -> Corpus:
+    documents = tuple(
+        Document.make("tasks", f"{seed}-{i}", f"the key is {seed}{i}\nanswer: {seed}{i}", licence="CC0-1.0")
+        for i in range(count)
+    )
+    return Corpus("tasks", documents, origin={"kind": "made", "seed": str(seed)}, vocabulary=False)
+
+
+def test_several_sources_and_made_ones(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for i in range(9):
+        (other / f"{i}.md").write_text(f"other {i}\n" + TEXT[-900 - i * 100 :][:400])
+    calls: list[int] = []
+
+    def make() -> Corpus:
+        calls.append(1)
+        return _tasks(3)
+
+    recipe = Recipe("tasks", {"kind": "made", "seed": "3"}, make)
+    wanted = [str(folder), other, recipe]
+    shards = prepare(tmp_path / "data", wanted, 300, one_in=5)
+    assert shards.sources == ("source", "other", "tasks") and shards.select("train", source="tasks").size == 5
+    texts = [shards.text(i) for name in ("source", "other") for i in shards.select("train", source=name).tolist()]
+    assert Tokenizer.train(texts, 300).sha256 == shards.tokenizer.sha256, "made text is not learnt from"
+    assert prepare(tmp_path / "data", wanted, 300, one_in=5).hash == shards.hash and calls == [1]
+    assert prepare(tmp_path / "data", [str(folder), other, _tasks(3)], 300, one_in=5).hash == shards.hash
+    with pytest.raises(DataError, match=r"hold source .*tasks \(kind made, seed 3\), .* asked for .*seed 4\)"):
+        prepare(tmp_path / "data", [str(folder), other, _tasks(4)], 300, one_in=5)
+    with pytest.raises(DataError, match=r"hold source .*source, .*other, tasks .*; asked for .*source, .*other, 300"):
+        prepare(tmp_path / "data", [str(folder), other], 300, one_in=5)
+
+
+def test_made_text_alone_is_learnt_from_and_has_no_rate(tmp_path: Path) -> None:
+    shards = prepare(tmp_path / "data", _tasks(3, 40), 270)
+    assert shards.tokenizer.vocab_size == 270
+    assert prepare(tmp_path / "data", _tasks(3, 40), 270, one_in=7).hash == shards.hash
+
+
+def test_sources_that_name_nothing_and_recipes_that_lie_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no source named"):
+        prepare(tmp_path / "data", [])
+    lie = Recipe("tasks", {"kind": "made", "seed": "4"}, lambda: _tasks(3))
+    with pytest.raises(DataError, match="source tasks: its recipe made tasks from {'kind': 'made', 'seed': '3'}"):
+        prepare(tmp_path / "data", lie)
+    assert not (tmp_path / "data").exists()

@@ -276,7 +276,6 @@ def test_ranks_take_slices_of_the_same_step(shards: Shards) -> None:
     whole = [batch.tokens_T.tolist() for batch in plan.micro_batches(9)]
     halves = [[batch.tokens_T.tolist() for batch in plan.micro_batches(9, rank, 2)] for rank in range(2)]
     assert [halves[i % 2][i // 2] for i in range(4)] == whole
-    assert [len(steps) for steps in plan.steps(3, 5)] == [4, 4]
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

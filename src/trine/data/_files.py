@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -27,3 +28,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     finally:
         with suppress(OSError):  # gone when all went well
             temporary.unlink()
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's content, hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

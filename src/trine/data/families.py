@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 TIED_AT = 0.3
 """Share of the smaller document's distinct lines (in characters) that must also stand in the other."""
@@ -21,6 +22,8 @@ SHORTEST_LINE = 12
 """Shorter lines (``else:``, ``return None``) say nothing about where a text comes from."""
 MOST_HOLDERS = 256
 """A line found in more documents than this is boilerplate and ties none of them."""
+
+_PAIRS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,29 @@ class Families:
     size: list[int]
 
 
+def _lines(text: str) -> set[str]:
+    """The distinct lines of a text that say something."""
+    return {line for line in map(str.strip, text.split("\n")) if len(line) >= SHORTEST_LINE}
+
+
 def near_copy_families(texts: Sequence[str], tied_at: float = TIED_AT, least_shared: int = LEAST_SHARED) -> Families:
     """Group texts into families of near-copies; exact, and independent of the order up to which member comes first."""
-    holders: defaultdict[str, list[int]] = defaultdict(list)
     weight = np.zeros(len(texts), dtype=np.int64)
+    hashes: list[NDArray[np.int64]] = []
     for i, text in enumerate(texts):
-        lines = {line.strip() for line in text.split("\n")}
-        for line in lines:
-            if len(line) >= SHORTEST_LINE:
+        lines = _lines(text)
+        weight[i] = sum(map(len, lines))
+        hashes.append(np.fromiter(map(hash, lines), dtype=np.int64, count=len(lines)))
+    # Most lines stand in one document alone. Only those whose hash was seen twice are kept, so that a large corpus fits.
+    value, count = np.unique(np.concatenate([*hashes, np.zeros(0, np.int64)]), return_counts=True)
+    repeated = set(value[count > 1].tolist())
+    del hashes, value, count
+    holders: defaultdict[str, list[int]] = defaultdict(list)
+    for i, text in enumerate(texts):
+        for line in _lines(text):
+            if hash(line) in repeated:
                 holders[line].append(i)
-                weight[i] += len(line)
-    # Lines held by the same number of documents form one matrix, and all their pairs are counted at once.
+    # Lines held by the same number of documents form one matrix, and their pairs are counted at once.
     by_count: defaultdict[int, tuple[list[list[int]], list[int]]] = defaultdict(lambda: ([], []))
     for line, documents in holders.items():
         if 2 <= len(documents) <= MOST_HOLDERS:
@@ -54,12 +69,14 @@ def near_copy_families(texts: Sequence[str], tied_at: float = TIED_AT, least_sha
             rows.append(documents)
             lengths.append(len(line))
     pairs, shared = [], []
-    for count, (rows, lengths) in sorted(by_count.items()):
-        held = np.array(rows, dtype=np.int64)
-        low, high = np.triu_indices(count, 1)
-        key, inverse = np.unique((held[:, low] * len(texts) + held[:, high]).ravel(), return_inverse=True)
-        pairs.append(key)
-        shared.append(np.bincount(inverse, np.repeat(np.array(lengths), low.size)))
+    for holding, (rows, lengths) in sorted(by_count.items()):
+        low, high = np.triu_indices(holding, 1)
+        for begin in range(0, len(rows), max(1, _PAIRS_AT_ONCE // low.size)):
+            part = slice(begin, begin + max(1, _PAIRS_AT_ONCE // low.size))
+            held = np.array(rows[part], dtype=np.int64)
+            key, inverse = np.unique((held[:, low] * len(texts) + held[:, high]).ravel(), return_inverse=True)
+            pairs.append(key)
+            shared.append(np.bincount(inverse, np.repeat(np.array(lengths[part]), low.size)))
     parent = list(range(len(texts)))
 
     def root(i: int) -> int:

@@ -12,28 +12,18 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from trine.data._errors import DataError
-from trine.data.batch import IGNORE_INDEX, Batch
+from trine.data.rows import Piece, RowPlan, Rows, ranges
 from trine.data.shards import Shards
 
 _KEPT_EPOCHS = 2
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Consecutive targets of one document: inputs ``start .. start + length - 1`` of its stream."""
-
-    document: int
-    start: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -89,32 +79,88 @@ def split_mix(count: int, key: int) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def best_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: items into bins of ``capacity``, each into the fullest bin it fits.
+def best_fit_bins(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Best-fit decreasing: items into bins of ``capacity``, the longest first, each into the fullest bin it fits.
 
-    Ties go to the item, and the bin, with the lowest number. O(n log n) comparisons.
+    Ties go to the item, and the bin, with the lowest number. Items of one length are placed together, and bins with the
+    same room are kept together, so the time goes with the number of different lengths more than with that of items.
 
     Args:
         lengths: int64 [n], each 1 to ``capacity``.
         capacity: size of a bin.
 
     Returns:
-        For each bin the items in it, in the order they were placed.
+        int64 [n], the bin of each item; bins are numbered in the order in which they were opened.
     """
-    bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []
-    for item in np.lexsort((np.arange(lengths.size), -lengths)).tolist():
-        length = int(lengths[item])
-        at = bisect_left(room, (length, -1))
-        if at == len(room):
-            left, index = capacity, len(bins)
-            bins.append([])
+    order = np.lexsort((np.arange(lengths.size), -lengths))
+    ordered = lengths[order]
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(ordered)) + 1, [ordered.size]]).tolist()
+    placed = np.empty(lengths.size, dtype=np.int64)
+    rooms: dict[int, list[int]] = {}  # free room -> bins that have it, ascending
+    sizes: list[int] = []  # the keys of `rooms`, ascending
+
+    def put(room: int, bins: list[int]) -> None:
+        if not room or not bins:
+            return
+        if room not in rooms:
+            rooms[room] = bins
+            insort(sizes, room)
+        elif len(bins) == 1:
+            insort(rooms[room], bins[0])
         else:
-            left, index = room.pop(at)
-        bins[index].append(item)
-        if left > length:
-            insort(room, (left - length, index))
-    return bins
+            rooms[room] = sorted(rooms[room] + bins)
+
+    count = 0
+    for at, end in pairwise(edges):
+        if at == end:
+            break
+        length = int(ordered[at])
+        while at < end:
+            # A bin of the smallest room that fits is filled until it fits no more: what is left of it is smaller still.
+            i = bisect_left(sizes, length)
+            room = sizes[i] if i < len(sizes) else capacity
+            each = room // length
+            need = -(-(end - at) // each)
+            if i < len(sizes):
+                bins = rooms[room][:need]
+                del rooms[room][:need]
+                if not rooms[room]:
+                    del rooms[room], sizes[i]
+            else:
+                bins = list(range(count, count + need))
+                count += need
+            n = min(end - at, len(bins) * each)
+            placed[at : at + n] = bins[0] if len(bins) == 1 else np.repeat(bins, each)[:n]
+            whole = n // each
+            put(room - each * length, bins[:whole])
+            put(room - (n % each) * length, bins[whole:])
+            at += n
+    found = np.empty(lengths.size, dtype=np.int64)
+    found[order] = placed
+    return found
+
+
+def best_fit(lengths: NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """``best_fit_bins`` as lists: for each bin the items in it, in the order they were placed."""
+    bins_B1, items = _by_bin(lengths, best_fit_bins(lengths, capacity))
+    return [items[a:b].tolist() for a, b in pairwise(bins_B1.tolist())]
+
+
+def _by_bin(lengths: NDArray[np.int64], bin_of: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Boundaries of the bins, and the items bin after bin, the longest first."""
+    items = np.lexsort((np.arange(lengths.size), -lengths, bin_of))
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(bin_of))]), items
+
+
+def pack(length_P: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pieces into bins of ``row_length``: the full ones first, each by itself, then the others best fit.
+
+    Returns:
+        (bins_B1, pieces_P), int64: bin b holds the pieces ``pieces_P[bins_B1[b]:bins_B1[b + 1]]``.
+    """
+    full, short = np.flatnonzero(length_P == row_length), np.flatnonzero(length_P < row_length)
+    bins_B1, items = _by_bin(length_P[short], best_fit_bins(length_P[short], row_length))
+    return np.concatenate([np.arange(full.size), full.size + bins_B1]), np.concatenate([full, short[items]])
 
 
 def cut(
@@ -140,8 +186,27 @@ def cut(
     return stream, start, length
 
 
+def lay_flat(epoch: Epoch, chosen_R: NDArray[np.int64]) -> Rows:
+    """The bins ``chosen_R`` of an epoch as rows, in that order."""
+    begin, end = epoch.bins_B1[chosen_R], epoch.bins_B1[chosen_R + 1]
+    pieces = epoch.pieces_P[ranges(begin, end - begin)]
+    bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(end - begin)])
+    return Rows(epoch.document_P[pieces], epoch.start_P[pieces], epoch.length_P[pieces], bounds)
+
+
+def draw(count: int, *parts: object) -> NDArray[np.uint64]:
+    """``count`` uniform 64-bit numbers that depend on ``parts``, written one after another, and on nothing else."""
+    key = "/".join(map(str, parts))
+    return split_mix(count, int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"))
+
+
+def shifted_first_pieces(count: int, row_length: int, *parts: object) -> NDArray[np.int64]:
+    """Lengths of first pieces, uniform from 1 to ``row_length``, so that later passes are cut at other places."""
+    return 1 + (draw(count, *parts, "cuts") % np.uint64(row_length)).astype(np.int64)
+
+
 @dataclass(eq=False)
-class PackingPlan:
+class PackingPlan(RowPlan):
     """Rows of one training stage.
 
     Attributes:
@@ -172,17 +237,7 @@ class PackingPlan:
 
     def __post_init__(self) -> None:
         """Check the sizes and the documents."""
-        if self.row_length < 2:
-            raise DataError(f"row_length: found {self.row_length}, need at least 2")
-        if self.micro_batch_tokens < self.row_length or self.micro_batch_tokens % self.row_length:
-            raise DataError(
-                f"micro_batch_tokens: found {self.micro_batch_tokens}, need a multiple of row_length {self.row_length}"
-            )
-        if self.tokens_per_step < self.micro_batch_tokens or self.tokens_per_step % self.micro_batch_tokens:
-            raise DataError(
-                f"tokens_per_step: found {self.tokens_per_step}, "
-                f"need a multiple of micro_batch_tokens {self.micro_batch_tokens}"
-            )
+        self._check_sizes()
         chosen = self.shards.select("train") if self.documents is None else np.asarray(self.documents, dtype=np.int64)
         if chosen.size == 0:
             raise DataError(f"packing plan: no documents to train on in {self.shards.folder}")
@@ -190,17 +245,9 @@ class PackingPlan:
             raise DataError(f"documents: need different indices from 0 to {len(self.shards.documents) - 1}")
         self.documents = np.sort(chosen)
         self._lengths = np.diff(self.shards.offsets)[self.documents]
-        self._source_of = np.array(
-            [self.shards.sources.index(entry.source) for entry in self.shards.documents], dtype=np.int64
-        )
-        self._bytes_of = self.shards.tokenizer.byte_lengths.astype(np.int64)
+        self._key = (self.shards.hash, self.seed, self.stage, self.row_length)
 
     # -- epochs ------------------------------------------------------------------------------------------------------
-
-    def _draw(self, count: int, epoch: int, purpose: str) -> NDArray[np.uint64]:
-        """Uniform 64-bit numbers that depend on data, seed, stage and epoch alone."""
-        key = f"{self.shards.hash}/{self.seed}/{self.stage}/{self.row_length}/{epoch}/{purpose}"
-        return split_mix(count, int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"))
 
     def epoch(self, number: int) -> Epoch:
         """The pieces and bins of an epoch (the last two asked for are kept)."""
@@ -209,21 +256,16 @@ class PackingPlan:
         assert self.documents is not None
         first = None
         if self.shift_cuts and number > 0:
-            drawn = self._draw(self._lengths.size, number, "cuts") % np.uint64(self.row_length)
-            first = 1 + drawn.astype(np.int64)
+            first = shifted_first_pieces(self._lengths.size, self.row_length, *self._key, number)
         stream, start, length = cut(self._lengths, self.row_length, first)
-        full = np.flatnonzero(length == self.row_length)
-        short = np.flatnonzero(length < self.row_length)
-        packed = [[int(short[i]) for i in items] for items in best_fit(length[short], self.row_length)]
-        sizes = np.array([1] * full.size + [len(items) for items in packed], dtype=np.int64)
-        pieces = np.concatenate([full, np.array([i for items in packed for i in items], dtype=np.int64)])
+        bins_B1, pieces_P = pack(length, self.row_length)
         built = Epoch(
             document_P=self.documents[stream],
             start_P=start,
             length_P=length,
-            bins_B1=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
-            pieces_P=pieces,
-            order_B=np.argsort(self._draw(sizes.size, number, "order"), kind="stable"),
+            bins_B1=bins_B1,
+            pieces_P=pieces_P,
+            order_B=np.argsort(draw(bins_B1.size - 1, *self._key, number, "order"), kind="stable"),
         )
         while len(self._epochs) >= _KEPT_EPOCHS:
             del self._epochs[min(self._epochs)]
@@ -247,11 +289,6 @@ class PackingPlan:
 
     # -- what a step holds -------------------------------------------------------------------------------------------
 
-    @property
-    def micro_batches_per_step(self) -> int:
-        """Micro-batches a step, over all ranks."""
-        return self.tokens_per_step // self.micro_batch_tokens
-
     def steps_per_epoch(self) -> float:
         """Steps that one pass over the documents takes."""
         return self._end(0) * self.row_length / self.tokens_per_step
@@ -265,74 +302,25 @@ class PackingPlan:
         before = self._ends[number - 1] if number else 0
         return number + (index - before) / (self._end(number) - before)
 
-    def pieces(self, step: int, micro_batch: int) -> list[Piece]:
-        """The pieces of one micro-batch; the full ones first, so that most sequences begin at a multiple of it."""
-        if step < 0 or not 0 <= micro_batch < self.micro_batches_per_step:
-            raise DataError(
-                f"step {step}, micro-batch {micro_batch}: need step >= 0 and "
-                f"micro-batch 0 to {self.micro_batches_per_step - 1}"
-            )
-        rows = self.micro_batch_tokens // self.row_length
-        begin = (step * self.micro_batches_per_step + micro_batch) * rows
+    def _row_pieces(self, begin: int, end: int) -> list[Piece]:
+        """See ``RowPlan``; rows are the bins of the endless sequence."""
         found: list[Piece] = []
-        for index in range(begin, begin + rows):
+        for index in range(begin, end):
             built, number = self._bin(index)
             for p in built.pieces_P[built.bins_B1[number] : built.bins_B1[number + 1]].tolist():
                 found.append(Piece(int(built.document_P[p]), int(built.start_P[p]), int(built.length_P[p])))
-        return sorted(found, key=lambda piece: piece.length < self.row_length)
+        return found
 
-    def micro_batches(self, step: int, rank: int = 0, world: int = 1) -> list[Batch]:
-        """The micro-batches of a step that fall to ``rank``; all of them, in order, for one process.
-
-        Raises:
-            DataError: a world size that does not divide the micro-batches of a step, or a step below 0.
-        """
-        if world < 1 or not 0 <= rank < world or self.micro_batches_per_step % world:
-            raise DataError(
-                f"rank {rank} of {world}: need a world size that divides {self.micro_batches_per_step} micro-batches"
-            )
-        return [self._batch(self.pieces(step, m)) for m in range(rank, self.micro_batches_per_step, world)]
-
-    def _batch(self, pieces: list[Piece]) -> Batch:
-        """Look the tokens of pieces up and lay them in one row, padded to ``micro_batch_tokens``."""
-        size, eod = self.micro_batch_tokens, self.shards.tokenizer.eod_id
-        tokens = np.full(size, eod, dtype=np.int64)
-        targets = np.full(size, IGNORE_INDEX, dtype=np.int64)
-        weights = np.zeros(size, dtype=np.float32)
-        at = 0
-        bounds = [0]
-        for piece in pieces:
-            stream = self.shards.stream(piece.document)
-            end = at + piece.length
-            tokens[at:end] = stream[piece.start : piece.start + piece.length]
-            following = stream[piece.start + 1 : piece.start + 1 + piece.length]
-            targets[at : at + following.size] = following
-            if following.size < piece.length:
-                targets[end - 1] = eod
-            weights[at:end] = 1.0
-            at = end
-            bounds.append(at)
-        supervised = int(self._bytes_of[targets[:at]].sum())
-        padding = 0
-        while at < size:
-            at = min(size, at + self.row_length)
-            bounds.append(at)
-            padding += 1
-        none = [-1] * padding
-        return Batch(
-            tokens_T=torch.from_numpy(tokens),
-            targets_T=torch.from_numpy(targets),
-            weights_T=torch.from_numpy(weights),
-            cu_seqlens_N1=torch.tensor(bounds, dtype=torch.int32),
-            source_N=torch.tensor([int(self._source_of[p.document]) for p in pieces] + none, dtype=torch.int64),
-            document_N=torch.tensor([p.document for p in pieces] + none, dtype=torch.int64),
-            start_N=torch.tensor([p.start for p in pieces] + none, dtype=torch.int64),
-            supervised_bytes=supervised,
-        )
-
-    def steps(self, begin: int, end: int) -> Iterator[list[Batch]]:
-        """The micro-batches of steps ``begin`` to ``end - 1``."""
-        return (self.micro_batches(step) for step in range(begin, end))
+    def rows(self, count: int) -> Rows:
+        """The first ``count`` rows of the endless sequence, laid flat."""
+        parts: list[Rows] = []
+        number = have = 0
+        while have < count:
+            built = self.epoch(number)
+            parts.append(lay_flat(built, built.order_B[: count - have]))
+            have += parts[-1].count
+            number += 1
+        return Rows.join(parts)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from trine.data._errors import DataError
 from trine.data.families import near_copy_families
 
 HELD_OUT_ONE_IN = 20
+LARGEST_FILE = 1 << 26
+"""Bytes of the largest file that becomes one document."""
 PYTHON_LICENCE = "PSF-2.0"
 
 # Folders of an installed standard library that hold no library code: tests, third-party packages, binaries.
@@ -40,6 +42,9 @@ class Document:
         licence: SPDX identifier.
         sha256: hash of the UTF-8 bytes, hexadecimal.
         source: name of the source.
+        weights: ``(begin, end, weight)`` spans of characters; a token that lies in one, even in part, has its weight in
+            the loss, the later span's where two meet, and 0 outside them all. Character ``len(text)`` is the end of the
+            document. None: every token weighs 1.
     """
 
     name: str
@@ -50,6 +55,38 @@ class Document:
     licence: str
     sha256: str
     source: str = "stdlib"
+    weights: tuple[tuple[int, int, float], ...] | None = None
+
+    @classmethod
+    def make(
+        cls,
+        source: str,
+        name: str,
+        text: str,
+        *,
+        licence: str,
+        split: str = "train",
+        weights: Iterable[tuple[int, int, float]] | None = None,
+    ) -> Document:
+        """A document without near-copies, as a generator makes them.
+
+        Raises:
+            DataError: no text, text that is not valid Unicode, or a weight that is no number from 0 on or lies nowhere.
+        """
+        if not text:
+            raise DataError(f"source {source}: document {name} is empty")
+        try:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+        except UnicodeEncodeError as error:
+            raise DataError(f"source {source}: {name} is not valid Unicode at character {error.start}") from error
+        spans = None if weights is None else tuple(weights)
+        for begin, end, weight in spans or ():
+            if not 0 <= begin < end <= len(text) + 1 or not 0 <= weight <= 65504:
+                raise DataError(
+                    f"source {source}: {name} has weight {weight} at characters {begin} to {end}, "
+                    f"need a weight from 0 to 65504 and 0 <= begin < end <= {len(text) + 1}"
+                )
+        return cls(name, text, name, split, False, licence, digest, source, spans)
 
 
 @dataclass(frozen=True)
@@ -71,14 +108,16 @@ class Corpus:
         origin: what the text was read from, in words that do not depend on where the machine keeps it.
         one_in: one document in this many is held out.
         place: where this machine keeps it; no part of the manifest's hash.
+        vocabulary: whether a vocabulary is learnt from it; not from generated text.
     """
 
     source: str
     documents: tuple[Document, ...]
-    dropped: tuple[Dropped, ...]
+    dropped: tuple[Dropped, ...] = ()
     origin: dict[str, str] = field(default_factory=dict)
     one_in: int = HELD_OUT_ONE_IN
     place: str = ""
+    vocabulary: bool = True
 
     def select(self, split: str | None = None, near_copy: bool | None = None) -> list[Document]:
         """The documents of a split, and of those only the near-copies or only the others, in order."""
@@ -165,13 +204,13 @@ def make_corpus(
     return Corpus(source, documents, tuple(lost), dict(origin or {}), one_in, place)
 
 
-def read_folder(
+def list_folder(
     folder: str | Path,
     *,
     suffixes: tuple[str, ...] | None = None,
     skip_folders: frozenset[str] = frozenset({"__pycache__", ".git"}),
-) -> tuple[list[tuple[str, bytes]], list[Dropped]]:
-    """Read every regular file below ``folder`` in a fixed order; links are not followed.
+) -> tuple[list[tuple[str, Path]], list[Dropped]]:
+    """Every regular file below ``folder`` in a fixed order; links are not followed.
 
     Args:
         folder: where to look.
@@ -179,7 +218,7 @@ def read_folder(
         skip_folders: folder names not entered.
 
     Returns:
-        (name, content) pairs with names relative to ``folder`` in POSIX form, and the files that could not be read.
+        (name, path) pairs with names relative to ``folder`` in POSIX form, and what else was found there.
 
     Raises:
         DataError: the folder does not exist, is no folder or cannot be listed.
@@ -193,7 +232,7 @@ def read_folder(
     def refuse(error: OSError) -> None:
         raise DataError(f"data folder {error.filename}: cannot be read ({error.strerror})") from error
 
-    texts: list[tuple[str, bytes]] = []
+    found: list[tuple[str, Path]] = []
     dropped: list[Dropped] = []
     for here, folders, files in os.walk(root, onerror=refuse, followlinks=False):
         folders[:] = sorted(name for name in folders if name not in skip_folders)
@@ -206,12 +245,39 @@ def read_folder(
             name = path.relative_to(root).as_posix()
             if path.is_symlink():
                 dropped.append(Dropped(name, "a link"))
-                continue
-            try:
+            elif not path.is_file():
+                dropped.append(Dropped(name, "not a regular file"))
+            else:
+                found.append((name, path))
+    return found, dropped
+
+
+def read_files(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, bytes]], list[Dropped]]:
+    """The contents of files, and those that are too large for one document or cannot be read."""
+    texts: list[tuple[str, bytes]] = []
+    dropped: list[Dropped] = []
+    for name, path in files:
+        try:
+            size = path.stat().st_size
+            if size > LARGEST_FILE:
+                dropped.append(Dropped(name, f"enormous ({size} bytes, at most {LARGEST_FILE}; split it)"))
+            else:
                 texts.append((name, path.read_bytes()))
-            except OSError as error:
-                dropped.append(Dropped(name, f"cannot be read ({error.strerror})"))
+        except OSError as error:
+            dropped.append(Dropped(name, f"cannot be read ({error.strerror})"))
     return texts, dropped
+
+
+def read_folder(
+    folder: str | Path,
+    *,
+    suffixes: tuple[str, ...] | None = None,
+    skip_folders: frozenset[str] = frozenset({"__pycache__", ".git"}),
+) -> tuple[list[tuple[str, bytes]], list[Dropped]]:
+    """``list_folder`` and ``read_files`` in one: (name, content) pairs, and what was left out."""
+    files, dropped = list_folder(folder, suffixes=suffixes, skip_folders=skip_folders)
+    texts, unread = read_files(files)
+    return texts, dropped + unread
 
 
 def folder_source(
@@ -276,12 +342,3 @@ def stdlib_source(folder: str | Path | None = None, *, one_in: int = HELD_OUT_ON
         one_in=one_in,
         place=str(root),
     )
-
-
-def load_source(source: str, *, one_in: int = HELD_OUT_ONE_IN) -> Corpus:
-    """The corpus that ``source`` names: ``"stdlib"``, or the path of a folder of text files."""
-    if source == "stdlib":
-        return stdlib_source(one_in=one_in)
-    if not Path(source).exists():
-        raise DataError(f"data source {source}: neither 'stdlib' nor an existing folder")
-    return folder_source(source, one_in=one_in)

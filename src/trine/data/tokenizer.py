@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +59,14 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
     )
 
 
+class _Numbers(dict[str, int]):
+    """Numbers words in the order in which they are first asked for."""
+
+    def __missing__(self, word: str) -> int:
+        number = self[word] = len(self)
+        return number
+
+
 class _Words:
     """Encodes by looking words up, since almost all of the library's time goes into finding them.
 
@@ -73,33 +81,39 @@ class _Words:
         self._find = re.compile(_ASCII_PATTERN, re.ASCII).findall
         self._cut = re.compile(r"(?<=\n)(?=[A-Za-z])").split
         self._split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated").pre_tokenize_str
-        self._number: dict[str, int] = {}
-        self._ids: list[list[int]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start without a word."""
+        self._number = _Numbers()
+        self._sizes = np.zeros(0, dtype=np.int64)  # ids of each word ...
+        self._flat = np.zeros(0, dtype=np.int64)  # ... and all of them in a row
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Ids of each text, int64."""
-        if len(self._ids) > _REMEMBERED_WORDS:
-            self._number.clear()
-            self._ids.clear()
+        if self._sizes.size > _REMEMBERED_WORDS:
+            self._forget()
         numbers = [self._numbers(text) for text in texts]
-        sizes = np.array([len(ids) for ids in self._ids], dtype=np.int64)
-        flat = np.fromiter(chain.from_iterable(self._ids), dtype=np.int64, count=int(sizes.sum()))
-        starts = np.cumsum(sizes) - sizes
+        # New words of all texts at once: the library spreads a large batch over the cores.
+        new = list(islice(self._number, self._sizes.size, None))
+        if new:
+            ids = [one.ids for one in self._inner.encode_batch_fast(new, add_special_tokens=False)]
+            self._sizes = np.concatenate([self._sizes, np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))])
+            more = int(self._sizes.sum()) - self._flat.size
+            self._flat = np.concatenate(
+                [self._flat, np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=more)]
+            )
+        starts = np.cumsum(self._sizes) - self._sizes
         found = []
         for number in numbers:
-            size = sizes[number]
+            size = self._sizes[number]
             first = np.cumsum(size) - size
-            found.append(flat[np.arange(int(size.sum())) + np.repeat(starts[number] - first, size)])
+            found.append(self._flat[np.arange(int(size.sum())) + np.repeat(starts[number] - first, size)])
         return found
 
     def _numbers(self, text: str) -> NDArray[np.int64]:
         """The words of a text, each as its number here."""
         words = self._find(text) if text.isascii() else self._find_any(text)
-        new = sorted(set(words).difference(self._number))
-        if new:
-            for word, encoded in zip(new, self._inner.encode_batch_fast(new, add_special_tokens=False), strict=True):
-                self._number[word] = len(self._ids)
-                self._ids.append(encoded.ids)
         return np.fromiter(map(self._number.__getitem__, words), dtype=np.int64, count=len(words))
 
     def _find_any(self, text: str) -> list[str]:
