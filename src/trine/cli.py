@@ -30,6 +30,7 @@ Trains and runs models with the design of Kimi K3.
   generate   continue a text with a trained model
   eval       bits per byte of a run on its held-out files, beside the baselines
   info       parameters of a preset, part by part, and the memory a sequence takes
+  data       sources by name, recipes that fetch text, a look at packed rows
   doctor     what this machine offers, with advice
 
 trine VERB --help tells the options of one. Environment: TRINE_LOG=debug|info|warning (default warning).
@@ -216,6 +217,12 @@ def _info(args: list[str]) -> int:
     return OK
 
 
+def _data(args: list[str]) -> int:
+    from trine._data_verbs import main as data
+
+    return data(args)
+
+
 def _doctor(args: list[str]) -> int:
     from trine._options import Doctor, parse
 
@@ -256,6 +263,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "generate": _generate,
     "eval": _eval,
     "info": _info,
+    "data": _data,
     "doctor": _doctor,
 }
 
