@@ -40,7 +40,7 @@ class ContextModel(nn.Module):
 
 def _documents(shards: Shards) -> list[Document]:
     return [
-        Document(e.name, shards.text(i), e.family, e.split, e.near_copy, e.licence, e.sha256)
+        Document(e.name, shards.text(i), e.family, e.split, e.near_copy, e.licence, e.sha256, e.source)
         for i, e in enumerate(shards.documents)
         if e.split == "held_out"
     ]
@@ -98,6 +98,13 @@ def test_totals_with_and_without_near_copies(shards: Shards) -> None:
     assert values["held_out"]["bytes_all"] == sum(shards.documents[i].bytes for i in shards.select("held_out"))
     one = values["by_document"][0]
     assert one["bits_per_byte"] == pytest.approx(report.documents[0].bits / one["bytes"])
+    assert values["by_source"] == {
+        "made": {
+            "bits_per_byte": report.bits_per_byte,
+            "documents": len(honest),
+            "bytes": sum(d.bytes for d in honest),
+        }
+    }
     again = bits_per_byte(model, _documents(shards), shards.tokenizer)
     assert again.documents == report.documents
 

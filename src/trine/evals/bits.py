@@ -12,7 +12,7 @@ part of bits per byte: n-grams are not charged for it either.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class DocumentBits:
         bits: -log2 of the probability of its tokens.
         end_bits: -log2 of the probability of its end.
         near_copy: see ``Document``.
+        source: name of its source.
     """
 
     name: str
@@ -66,6 +67,7 @@ class DocumentBits:
     bits: float
     end_bits: float
     near_copy: bool
+    source: str = ""
 
     @property
     def bits_per_byte(self) -> float:
@@ -104,6 +106,19 @@ class BitsReport:
         assert total is not None
         return total
 
+    def by_source(self) -> dict[str, dict[str, Any]]:
+        """For each source its bits per byte without near-copies (of all, where there are no others) and its size."""
+        found = {}
+        for source in sorted({d.source for d in self.documents}):
+            mine = [d for d in self.documents if d.source == source]
+            chosen = [d for d in mine if not d.near_copy] or mine
+            found[source] = {
+                "bits_per_byte": self._total(chosen),
+                "documents": len(chosen),
+                "bytes": sum(d.bytes for d in chosen),
+            }
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """For ``eval.json``."""
         return {
@@ -118,6 +133,7 @@ class BitsReport:
                 "windowed_documents": sum(d.windows > 1 for d in self.documents),
                 "end_bits_per_document": sum(d.end_bits for d in self.documents) / len(self.documents),
             },
+            "by_source": self.by_source(),
             "context": self.context,
             "overlap": self.overlap,
             "seconds": self.seconds,
@@ -168,6 +184,7 @@ def bits_per_byte(
     overlap: int = 0,
     tokens_per_call: int = TOKENS_PER_CALL,
     device: torch.device | str | None = None,
+    tick: Callable[[int], None] | None = None,
 ) -> BitsReport:
     """Score documents under a model (in evaluation mode, without gradients; the mode is put back).
 
@@ -179,6 +196,7 @@ def bits_per_byte(
         overlap: see the module; 0 to ``context - 1``. A long document costs context / (context - overlap) times more.
         tokens_per_call: sequences are packed into calls of about this many tokens, at least ``context``.
         device: where the model lies, default where its head lies.
+        tick: called with the number of tokens done after each call.
 
     Returns:
         Totals and scores a document.
@@ -196,11 +214,8 @@ def bits_per_byte(
     return _score(
         model,
         streams,
-        [(d.name, len(d.text.encode()), d.near_copy) for d in documents],
-        context,
-        overlap,
-        tokens_per_call,
-        device,
+        [(d.name, len(d.text.encode()), d.near_copy, d.source) for d in documents],
+        *(context, overlap, tokens_per_call, device, tick),
     )
 
 
@@ -212,6 +227,7 @@ def held_out_bits(
     overlap: int = 0,
     tokens_per_call: int = TOKENS_PER_CALL,
     device: torch.device | str | None = None,
+    tick: Callable[[int], None] | None = None,
 ) -> BitsReport:
     """``bits_per_byte`` of the held-out documents of shards, whose tokens are there already; same arguments, errors."""
     chosen = shards.select("held_out").tolist()
@@ -220,20 +236,21 @@ def held_out_bits(
     end = [shards.tokenizer.eod_id]
     streams = [np.concatenate([shards.stream(i).astype(np.int64), end]) for i in chosen]
     entries = [shards.documents[i] for i in chosen]
-    about = [(entry.name, entry.bytes, entry.near_copy) for entry in entries]
-    return _score(model, streams, about, context, overlap, tokens_per_call, device)
+    about = [(entry.name, entry.bytes, entry.near_copy, entry.source) for entry in entries]
+    return _score(model, streams, about, context, overlap, tokens_per_call, device, tick)
 
 
 def _score(
     model: LanguageModel,
     streams: Sequence[NDArray[np.int64]],
-    about: Sequence[tuple[str, int, bool]],
+    about: Sequence[tuple[str, int, bool, str]],
     context: int,
     overlap: int,
     tokens_per_call: int,
     device: torch.device | str | None,
+    tick: Callable[[int], None] | None,
 ) -> BitsReport:
-    """Score streams (end token, tokens, end token) of documents; ``about`` has name, bytes and near_copy of each."""
+    """Score streams (end token, tokens, end token) of documents; ``about``: name, bytes, near_copy, source of each."""
     if context < 2:
         raise DataError(f"context: found {context}, need at least 2")
     if not 0 <= overlap < context:
@@ -266,11 +283,13 @@ def _score(
                         end_bits[w.document] = mine[-1]
                         mine = mine[:-1]
                     bits[w.document] += mine.sum()
+                if tick is not None:
+                    tick(int(inputs.size))
     finally:
         model.train(was_training)
     count = np.bincount([w.document for w in windows], minlength=len(streams))
     scores = tuple(
-        DocumentBits(name, size, streams[i].size - 2, int(count[i]), float(bits[i]), float(end_bits[i]), near_copy)
-        for i, (name, size, near_copy) in enumerate(about)
+        DocumentBits(name, size, streams[i].size - 2, int(count[i]), float(bits[i]), float(end_bits[i]), copy, source)
+        for i, (name, size, copy, source) in enumerate(about)
     )
     return BitsReport(scores, context, overlap, time.perf_counter() - began)
