@@ -10,16 +10,37 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 from tyro.conf import Positional
 
-from trine.train.config import TrainConfig, load_toml, train_preset
+from trine.config import SourceShare
+from trine.train.config import TrainConfig, load_toml, parse_share, share_text, train_preset
+from trine.train.study_config import StudyConfig
 
 T = TypeVar("T")
 
 Run = Annotated[Positional[str], tyro.conf.arg(metavar="RUN")]
+
+
+_REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _share_rule(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[SourceShare] | None:
+    """A part of a mixture is one word, as ``code=0.4..0.2@4096-``."""
+    if info.type is not SourceShare:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="SOURCE=WEIGHT",
+        instance_from_str=lambda words: parse_share(words[0]),
+        is_instance=lambda value: isinstance(value, SourceShare),
+        str_from_instance=lambda share: [share_text(share)],
+    )
 
 
 class Usage(Exception):
@@ -37,6 +58,28 @@ class Train:
 
     plan: Annotated[TrainConfig, tyro.conf.arg(name="")]
     config: str = ""  # TOML file with the same keys as the options; options given beside it win
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would read, take and need on this machine: a table of its stages. Nothing is trained or kept.
+
+    Takes every option of trine train.
+    """
+
+    plan: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    config: str = ""  # TOML file, as of trine train
+    measure: bool = True  # time a few micro-batches of each stage; without it only the data is looked at
+    json: bool = False  # print JSON instead of a table
+
+
+@dataclass(frozen=True)
+class Compare:
+    """What runs were set to differently, what came of it, and their curves on one picture."""
+
+    runs: Annotated[Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN RUN2")]  # folders, or names in runs/
+    picture: str = "compare.png"  # where the curves are drawn
+    json: bool = False  # print JSON instead of a table
 
 
 @dataclass(frozen=True)
@@ -70,11 +113,86 @@ class Info:
 
 
 @dataclass(frozen=True)
+class Calibrate:
+    """Which lower bound g_min of the decay gates fits which tile, number format and anchor; where a model's gates live.
+
+    A larger |g_min| costs numerical range and buys nothing but faster forgetting.
+    """
+
+    run: Run = ""  # a run, a checkpoint or a safetensors file whose gates are looked at; none only sweeps
+    g_min: float = -5.0  # the bound whose verdicts are listed; of a file's gates when nothing in it says
+    tile: tuple[int, ...] = (16, 32, 64)  # rows
+    format: tuple[str, ...] = ("fp16", "bf16", "tf32")  # of matrix operands; fp32 is known too
+    head_dim: tuple[int, ...] = (64, 128)  # key channels
+    length: tuple[int, ...] = (256, 1024)  # tokens of the sequences that errors are measured on
+    gate_kind: Literal["", "bounded", "softplus"] = ""  # of a file's gates when nothing in it says
+    tokens: int = 8_192  # of held-out text for a run's gates
+    out: str = ""  # folder for calibration.json and the pictures; made when absent
+    json: bool = False  # print JSON instead of tables
+
+
+@dataclass(frozen=True)
+class Migrate:
+    """A run or a safetensors file with softplus gates, refitted to the bounded form; the source stays as it is."""
+
+    what: Annotated[Positional[Literal["softplus-to-bounded"]], tyro.conf.arg(metavar="softplus-to-bounded")]
+    source: Annotated[Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]  # run, checkpoint or safetensors file
+    out: Annotated[Positional[str], tyro.conf.arg(metavar="OUT")]  # new run's folder, or new file; must not exist
+    g_min: float = -5.0  # lower bound of the new gates
+    tokens: int = 8_192  # of held-out text: half is fitted on, half judges
+    length: int = 1_024  # longest sequence of these
+    inputs: str = ""  # for a file: safetensors with what each gated layer is given
+    recover: float = 0.0  # train on for this share of the run's training tokens
+    gates_first: float = 0.5  # share of that for the gates alone
+    rate: float = 0.1  # of the run's peak learning rates while it recovers
+    json: bool = False  # print the report as JSON
+
+
+@dataclass(frozen=True)
 class Doctor:
     """What this machine offers a run, with one line of advice for each part."""
 
     json: bool = False  # print JSON instead of a table
     runs: str = "runs"  # folder whose disk is looked at
+
+
+def parse_plan(args: Sequence[str]) -> Plan:
+    """The run that `trine plan` looks ahead at; options and errors as of `parse_train`."""
+    return parse("plan", Plan, args, Plan(_base(args, "plan"), _peek(args, "--config") or ""))
+
+
+def parse_study(args: Sequence[str]) -> StudyConfig:
+    """The study that a command line asks for, whose first word names it.
+
+    Raises:
+        Usage: there is no such study, or the options are wrong.
+    """
+    if not {"-h", "--help"} & set(args) and (not args or args[0] != "curriculum"):
+        raise Usage(
+            f"found {args[0] if args else 'nothing'!r}, need the name of a study: curriculum (see trine study --help)"
+        )
+    return parse("study curriculum", StudyConfig, list(args[1:]) if args and args[0] == "curriculum" else args)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Audit implementations of Kimi Delta Attention: a verdict a probe, and the smallest input that shows a finding.
+
+    Each target runs in a process of its own. Exit code 1 when anything was found. See docs/audit.md.
+    """
+
+    operator: Annotated[Positional[Literal["kda"]], tyro.conf.arg(metavar="kda")]  # what is audited
+    # MODULE:FUNCTION, FILE.py:FUNCTION or a known name (see --list); "installed" takes every known one that runs here
+    target: tuple[str, ...] = ()
+    device: str = "cpu"  # cpu or cuda
+    quick: bool = False  # fewer and smaller inputs
+    probes: tuple[str, ...] = ()  # these only, by name
+    timeout: float = 0.0  # seconds that one input may take; 0: 60 on a CPU, 300 on a card
+    jobs: int = 0  # targets at a time; 0: two on a CPU, one on a card
+    json: str = ""  # write the report here as JSON
+    markdown: str = ""  # write it here as Markdown
+    junit: str = ""  # write it here as JUnit XML
+    list: bool = False  # print the known targets and the probes instead
 
 
 def parse_train(args: Sequence[str]) -> TrainConfig:
@@ -85,13 +203,18 @@ def parse_train(args: Sequence[str]) -> TrainConfig:
         ValueError: the preset is unknown, or the file has a bad key or value.
         trine.train.errors.RunError: there is nothing to resume.
     """
+    return parse("train", Train, args, Train(_base(args, "train"), _peek(args, "--config") or "")).plan
+
+
+def _base(args: Sequence[str], verb: str) -> TrainConfig:
+    """Where the values of options that are not given come from."""
     file, name = _peek(args, "--config"), _peek(args, "--preset")
     if file is not None and name is not None:
-        raise Usage("--preset: the file given with --config names the preset (see trine train --help)")
+        raise Usage(f"--preset: the file given with --config names the preset (see trine {verb} --help)")
     base = load_toml(file) if file is not None else train_preset(name if name is not None else "laptop")
     if "--resume" in args and not {"-h", "--help"} & set(args):
         base = _stored(base, run=_peek(args, "--run") or base.run, runs=_peek(args, "--runs") or base.runs)
-    return parse("train", Train, args, Train(base, file or "")).plan
+    return base
 
 
 def _stored(base: TrainConfig, run: str, runs: str) -> TrainConfig:
@@ -116,7 +239,8 @@ def parse(verb: str, options: type[T], args: Sequence[str], default: T | None = 
         ValueError: a value that the configuration refuses; it names the field.
         SystemExit: help was asked for and printed.
     """
-    keywords: Any = {"args": args, "prog": f"trine {verb}"} | ({} if default is None else {"default": default})
+    keywords: Any = {"args": args, "prog": f"trine {verb}", "registry": _REGISTRY}
+    keywords |= {} if default is None else {"default": default}
     if {"-h", "--help"} & set(args):
         return tyro.cli(options, **keywords)
     # How a message is drawn depends on what stdout is: a terminal gets colours, a plain encoding another frame.

@@ -27,9 +27,15 @@ usage: trine VERB [options]
 Trains and runs models with the design of Kimi K3.
 
   train      train a model, evaluate it, let it write; all in runs/NAME
+  plan       what a run would read, take and need on this machine, without training
+  compare    what runs were set to differently, and their curves side by side
+  study      curriculum: is it worth training short before long? three arms, several seeds
   generate   continue a text with a trained model
   eval       bits per byte of a run on its held-out files, beside the baselines
   info       parameters of a preset, part by part, and the memory a sequence takes
+  calibrate  which lower bound of the decay gates fits which tile and number format; where gates live
+  migrate    softplus-to-bounded: a checkpoint with softplus gates in the bounded form, with a drift report
+  audit      probe an implementation of KDA, ours or anyone's, for known faults
   data       sources by name, recipes that fetch text, a look at packed rows
   doctor     what this machine offers, with advice
 
@@ -136,6 +142,62 @@ def _train(args: list[str]) -> int:
     return OK
 
 
+def _plan(args: list[str]) -> int:
+    from trine._options import parse_plan
+
+    options = parse_plan(args)
+    from trine.train.machine import prepare_machine
+
+    prepare_machine(options.plan.threads)
+    from trine.train.rehearse import forecast
+
+    found = forecast(options.plan, measure=options.measure)
+    if options.json:
+        print(json.dumps(found.to_json()))
+    else:
+        from trine.views.compare import forecast_table
+
+        _show(forecast_table(found.to_json()))
+    return OK
+
+
+def _compare(args: list[str]) -> int:
+    from trine._options import Compare, parse
+
+    options = parse("compare", Compare, args)
+    folders = [_run_folder(name) for name in options.runs]
+    from trine.views import figures
+    from trine.views.compare import compare, comparison_table
+
+    found = compare(folders)
+    picture = figures.save(figures.compare(found.names, found.metrics), Path(options.picture))
+    if options.json:
+        print(json.dumps({**found.to_json(), "picture": str(picture)}))
+    else:
+        _show(comparison_table(found))
+        print(f"curves: {picture}")
+    return OK
+
+
+def _study(args: list[str]) -> int:
+    from trine._options import parse_study
+
+    options = parse_study(args)
+    from trine.train.machine import prepare_machine
+
+    prepare_machine(options.threads)
+    from rich.console import Console
+
+    from trine.train.study import run_study
+    from trine.views.study import study_table, write_study
+
+    console = Console()
+    found = run_study(options, console)
+    console.print(study_table(found))
+    console.print(f"page: {write_study(found, Path(options.folder))}", markup=False, highlight=False)
+    return OK
+
+
 def _generate(args: list[str]) -> int:
     from trine._options import Generate, parse
 
@@ -217,6 +279,75 @@ def _info(args: list[str]) -> int:
     return OK
 
 
+def _calibrate(args: list[str]) -> int:
+    from trine._options import Calibrate, parse
+
+    options = parse("calibrate", Calibrate, args)
+    from trine.train.machine import prepare_machine
+
+    prepare_machine()
+    from trine.decay import calibrate, calibrate_report
+
+    bounds = tuple(sorted({*calibrate.Grid().g_min, options.g_min}, reverse=True))
+    grid = calibrate.Grid(
+        g_min=bounds, tile=options.tile, format=options.format, head_dim=options.head_dim, length=options.length
+    )
+    result = calibrate.calibrate(
+        grid,
+        _run_or_file(options.run) if options.run else None,
+        kind=options.gate_kind or None,
+        g_min=options.g_min,
+        tokens=options.tokens,
+    )
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for table in calibrate_report.tables(result, options.g_min):
+            _show(table)
+        print("\n".join((*result["recommendation"], result["note"], calibrate_report.check_line(result))))
+    if options.out:
+        from trine.views import figures, figures_decay
+
+        folder = Path(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        calibrate.save_json(result, folder / "calibration.json")
+        figures.save(figures_decay.decay_limits(result, options.g_min), folder / "limits.png")
+        if result["gates"] is not None:
+            figures.save(figures_decay.gate_memory(result["gates"]), folder / "gates.png")
+    return USER_ERROR if result["brute_force"]["disagreements"] else OK
+
+
+def _migrate(args: list[str]) -> int:
+    from trine._options import Migrate, parse
+
+    options = parse("migrate", Migrate, args)
+    from trine.train.machine import prepare_machine
+
+    settings = prepare_machine()
+    from rich.console import Console
+
+    from trine.decay import migrate, migrate_report
+
+    console = Console(stderr=True)
+    report = migrate.softplus_to_bounded(
+        _run_or_file(options.source),
+        options.out,
+        g_min=options.g_min,
+        tokens=options.tokens,
+        length=options.length,
+        inputs=options.inputs or None,
+        recovery=migrate.Recovery(options.recover, options.gates_first, options.rate),
+        workers=settings["threads"],
+        say=lambda line: console.print(line, markup=False, highlight=False),
+    )
+    if options.json:
+        print(json.dumps(report))
+    else:
+        _show(migrate_report.drift_table(report))
+        print("\n".join((*migrate_report.lines(report), f"wrote {report['out']}")))
+    return OK
+
+
 def _data(args: list[str]) -> int:
     from trine._data_verbs import main as data
 
@@ -237,6 +368,15 @@ def _doctor(args: list[str]) -> int:
     return OK
 
 
+def _audit(args: list[str]) -> int:
+    from trine._options import Audit, parse
+
+    options = parse("audit", Audit, args)
+    from trine.decay.audit.command import run
+
+    return run(options)
+
+
 def _run_folder(name: str) -> Path:
     """A run given by path, or by its name in runs/.
 
@@ -252,6 +392,13 @@ def _run_folder(name: str) -> Path:
     raise ValueError(f"run: found no run in {name}{hint}")
 
 
+def _run_or_file(name: str) -> Path:
+    """A safetensors file or a checkpoint by path, else a run as `_run_folder` finds it."""
+    path = Path(name)
+    given = path.is_file() or path.suffix == ".safetensors" or path.parent.name == "checkpoints"
+    return path if given else _run_folder(name)
+
+
 def _show(renderable: Any) -> None:
     from rich.console import Console
 
@@ -260,9 +407,15 @@ def _show(renderable: Any) -> None:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "plan": _plan,
+    "compare": _compare,
+    "study": _study,
     "generate": _generate,
     "eval": _eval,
     "info": _info,
+    "calibrate": _calibrate,
+    "migrate": _migrate,
+    "audit": _audit,
     "data": _data,
     "doctor": _doctor,
 }

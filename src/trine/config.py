@@ -86,6 +86,7 @@ class ModelConfig:
     mla_norm_eps: float = 1e-6  # K3 builds the two low-rank norms of MLA with another epsilon
     embed_std: float = 1.0  # see `Presets` in the README: 1.0 keeps every norm's epsilon negligible at step 0
     init_std: float | None = None  # of every matrix; None = fan_in ** -0.5
+    mtp: bool = False  # one layer more that predicts the token after the next, used in training only
 
     def __post_init__(self) -> None:
         for name in (

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trine.cache import HybridCache
     from trine.data import Batch
 
+IGNORE_INDEX = -100  # target of a position without one, as `trine.data` has it
 BIAS_KEY = "router_bias_LE"  # where `state_dict` keeps the routers' selection bias
 
 
@@ -90,6 +91,43 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(x_TD)
 
 
+class LossTally:
+    """Sum of a loss and of its weights over the micro-batches of a step, float64."""
+
+    def __init__(self) -> None:
+        self.sums_2 = torch.zeros(2, dtype=torch.float64, device="cpu")
+
+    def see(self, loss_sum: Tensor, weight_sum: Tensor) -> None:
+        """Add a micro-batch."""
+        one_2 = torch.stack((loss_sum.detach(), weight_sum.detach())).double()
+        self.sums_2 = self.sums_2.to(one_2.device) + one_2
+
+    def zero_(self) -> None:
+        """Begin a new step."""
+        self.sums_2 = torch.zeros_like(self.sums_2)
+
+    def merge_(self, other: LossTally) -> None:
+        """Take in what a replica saw."""
+        self.sums_2 = self.sums_2.to(other.sums_2.device) + other.sums_2
+
+
+class MtpLayer(nn.Module):
+    """Predicts the token after the next: h' = Layer(W [norm(h_t) ; norm(embedding of token t+1)]), then norm and the
+    model's own head (multi-token prediction of DeepSeek-V3, arXiv 2412.19437, Eq. 21-23, at depth 1). The layer has the
+    structure of the backbone's last; K3 trains one such layer (K3 report, arXiv 2607.24653, section 4.1.4).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.hidden_norm = RMSNorm(config.width, config.norm_eps)
+        self.embedding_norm = RMSNorm(config.width, config.norm_eps)
+        self.projection = nn.Linear(2 * config.width, config.width, bias=False)
+        self.layer = DecoderLayer(config, config.layers - 1)
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.weight = 0.0  # of this layer's loss in training; whoever trains sets it
+        self.seen = LossTally()
+
+
 class Model(nn.Module):
     """A decoder with the structure of Kimi K3 at any size (K3 report, §2).
 
@@ -113,6 +151,7 @@ class Model(nn.Module):
             self.residual = _residual(config)
             self.norm = RMSNorm(config.width, config.norm_eps)
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+            self.mtp = MtpLayer(config) if config.mtp else None
         self._bind_router_stats(self.embed.weight.device)
         self.register_state_dict_post_hook(_save_router_bias)
         self.register_load_state_dict_pre_hook(_load_router_bias)
@@ -171,9 +210,46 @@ class Model(nn.Module):
         return self.head(hidden_TD).to(torch.promote_types(hidden_TD.dtype, torch.float32))
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sum over the batch of weight · (-ln p(target)) in nats, and the sum of the weights."""
+        """Sum over the batch of weight · (-ln p(target)) in nats, and the sum of the weights.
+
+        In training the gradient also holds that of the MTP layer's loss times its weight; the value does not.
+        """
         hidden_TD = self(batch.tokens_T, batch.cu_seqlens_N1, mask_T=batch.mask_T)
-        return linear_cross_entropy(hidden_TD, self.head.weight, batch.targets_T, batch.weights_T)
+        loss, weight = linear_cross_entropy(hidden_TD, self.head.weight, batch.targets_T, batch.weights_T)
+        if self.mtp is not None and self.mtp.weight and self.training and torch.is_grad_enabled():
+            ahead, ahead_weight = self.mtp_loss(hidden_TD, batch)
+            self.mtp.seen.see(ahead, ahead_weight)
+            loss = loss + self.mtp.weight * (ahead - ahead.detach())
+        return loss, weight
+
+    def mtp_loss(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Loss of the token after the next, summed as in `loss`; the last position of each sequence has none.
+
+        Args:
+            hidden_TD: what `forward` gave for this batch.
+            batch: the batch.
+
+        Raises:
+            ValueError: the model has no MTP layer (`ModelConfig.mtp`).
+        """
+        if self.mtp is None:
+            raise ValueError("mtp: found False in the model's configuration, need True")
+        targets_T, weights_T = _after_next(batch)
+        known_T = batch.targets_T.clamp(min=0)
+        both_TE = torch.cat((self.mtp.hidden_norm(hidden_TD), self.mtp.embedding_norm(self.embed(known_T))), -1)
+        layer = self.mtp.layer
+        x_TD = self.mtp.projection(both_TE)
+        x_TD = x_TD + self._run(layer.attend, layer, x_TD, batch.cu_seqlens_N1, None, False)[0]
+        x_TD = x_TD + self._run(layer.feed, layer, x_TD, batch.mask_T)
+        return linear_cross_entropy(self.mtp.norm(x_TD), self.head.weight, targets_T, weights_T)
+
+    def observers(self) -> list[Any]:
+        """What takes notes of a training step beside the routers: peaks of heads under QK-clip, the MTP loss.
+
+        Each has `zero_` and `merge_`.
+        """
+        found: list[Any] = [m.peaks for m in self.modules() if isinstance(m, GatedMLA) and m.peaks is not None]
+        return found if self.mtp is None else [*found, self.mtp.seen]
 
     def replica(self) -> Model:
         """The same model for another thread: parameters and router bias are shared, what routers count is its own."""
@@ -239,6 +315,16 @@ def _check_tokens(tokens_T: Tensor, vocab_size: int) -> None:
             raise ValueError(f"tokens_T: found id {bad} at position {where}, need 0 to {vocab_size - 1}")
 
 
+def _after_next(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Targets and weights one position later in the same sequence; none at its end, nor where the next is unknown."""
+    targets_T, weights_T = batch.targets_T.roll(-1), batch.weights_T.roll(-1)
+    ends_U = batch.targets_T.new_zeros(batch.tokens + 1, dtype=torch.bool).index_fill_(
+        0, batch.cu_seqlens_N1[1:].long(), True
+    )
+    gone_T = ends_U[1:] | (batch.targets_T == IGNORE_INDEX)
+    return targets_T.masked_fill(gone_T, IGNORE_INDEX), weights_T.masked_fill(gone_T, 0.0)
+
+
 # The bias is no parameter (no gradient moves it) and no ordinary buffer (a 16-bit cast must not reach it), but a model
 # without it routes differently: so it travels in every state dict, and its absence there is an error.
 def _save_router_bias(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -271,7 +357,10 @@ def info(config: ModelConfig) -> dict[str, Any]:
     """
     model = Model(config, device="meta")
     parts = dict.fromkeys(
-        ("embedding", "head", "kda", "mla", "dense", "experts", "shared", "latent", "router", "depth_queries", "norms"),
+        (
+            *("embedding", "head", "kda", "mla", "dense", "experts", "shared", "latent", "router", "depth_queries"),
+            *("norms", "mtp"),
+        ),
         0,
     )
     for name, parameter in model.named_parameters():
@@ -282,7 +371,7 @@ def info(config: ModelConfig) -> dict[str, Any]:
     state_values = config.heads * config.head_dim**2 + (config.conv_kernel - 1) * 3 * inner
     return {
         "total": total,
-        "active": total - parts["embedding"] - idle,
+        "active": total - parts["embedding"] - parts["mtp"] - idle,
         "parts": parts,
         "kda_state_bytes": 4 * state_values * len(config.kda_layers),
         "latent_bytes_per_token": 2 * (config.kv_rank + config.shared_key_dim) * len(config.mla_layers),
@@ -291,8 +380,9 @@ def info(config: ModelConfig) -> dict[str, Any]:
 
 def _part_of(name: str, config: ModelConfig) -> str:
     fields = name.split(".")
-    if fields[0] in ("embed", "head", "norm", "residual"):
-        return {"embed": "embedding", "head": "head", "norm": "norms", "residual": "depth_queries"}[fields[0]]
+    top = {"embed": "embedding", "head": "head", "norm": "norms", "residual": "depth_queries", "mtp": "mtp"}
+    if fields[0] in top:
+        return top[fields[0]]
     layer, part = int(fields[1]), fields[2]
     if part.endswith("_norm"):
         return "norms"

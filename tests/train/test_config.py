@@ -120,7 +120,7 @@ def test_plans_survive_json(name: str) -> None:
 
 
 def test_a_model_without_a_plan_and_no_model_at_all_are_told_apart() -> None:
-    with pytest.raises(ValueError, match=r"'1b' is a model without a training plan \(plans: smoke, laptop\)"):
+    with pytest.raises(ValueError, match=r"'1b' is a model without a training plan \(plans: smoke, laptop, .*\)"):
         train_preset("1b")
     with pytest.raises(ValueError, match=r"found 'lapdog', need one of .*did you mean 'laptop'"):
         train_preset("lapdog")

@@ -356,7 +356,7 @@ def test_saving_keeps_the_newest_and_metrics_have_no_step_twice(make: Any) -> No
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
     assert set(json.loads(lines[0])) == {
         *("step", "stage", "tokens", "loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_s", "max_vio"),
-        *("dead_experts", "seconds", "load_percentiles", "updated"),
+        *("dead_experts", "seconds", "load_percentiles", "updated", "mtp_loss", "clipped_heads"),
     }
 
 

@@ -7,6 +7,30 @@ from torch import Tensor, nn
 
 from trine.nn.norm import RMSNorm
 from trine.ops.latent_attention import Latents, latent_attention
+from trine.ops.latent_attention.largest import largest_scores
+
+
+class HeadPeaks:
+    """What QK-clip must know of a batch: the largest scaled score of each head, exact once it exceeds `limit`.
+
+    Up to `limit` an upper bound stands in, which costs next to nothing (`largest_scores`).
+    """
+
+    def __init__(self, heads: int, limit: float) -> None:
+        self.limit = limit
+        self.peak_H = torch.full((heads,), -torch.inf)
+
+    def see(self, peak_H: Tensor) -> None:
+        """Take the peaks of a micro-batch in."""
+        self.peak_H = torch.maximum(self.peak_H.to(peak_H), peak_H)
+
+    def zero_(self) -> None:
+        """Begin a new step."""
+        self.peak_H = torch.full_like(self.peak_H, -torch.inf)
+
+    def merge_(self, other: HeadPeaks) -> None:
+        """Take in what a replica saw."""
+        self.see(other.peak_H)
 
 
 class GatedMLA(nn.Module):
@@ -41,6 +65,7 @@ class GatedMLA(nn.Module):
         self.gate_proj = nn.Linear(width, inner, bias=False) if output_gate else None
         self.o_proj = nn.Linear(inner, width, bias=False)
         self.head_blocks = {"q_up.weight": heads, "kv_up.weight": 2 * heads}
+        self.peaks: HeadPeaks | None = None  # set by whoever clips (`trine.train.qk_clip`)
 
     def forward(
         self, x_TD: Tensor, cu_seqlens_N1: Tensor | None = None, past: Latents | None = None, step: bool = False
@@ -59,6 +84,9 @@ class GatedMLA(nn.Module):
         latent_TR, shared_TS = self.kv_down(x_TD).tensor_split((self.kv_rank,), dim=-1)
         latent_TR = self.kv_norm(latent_TR)
         up_HCR = self.kv_up.weight.view(self.heads, 2 * self.head_dim, self.kv_rank)
+        if self.peaks is not None and self.training and torch.is_grad_enabled():
+            seen = (q_THC, latent_TR, shared_TS, up_HCR[:, : self.head_dim], cu_seqlens_N1)
+            self.peaks.see(largest_scores(*seen, enough=self.peaks.limit))
         o_BTHV = latent_attention(
             *(q_THC[None], latent_TR[None], shared_TS[None], up_HCR[:, : self.head_dim], up_HCR[:, self.head_dim :]),
             cu_seqlens=cu_seqlens_N1,

@@ -33,6 +33,9 @@ class Callback:
     def on_save(self, trainer: Trainer, path: Path) -> None:
         """After a checkpoint was written."""
 
+    def on_rollback(self, trainer: Trainer) -> None:
+        """After the run went back to a checkpoint; the trainer stands where that was saved."""
+
     def on_end(self, trainer: Trainer) -> None:
         """After the last step of this process, also when it was interrupted."""
 
@@ -58,6 +61,10 @@ class WriteMetrics(Callback):
         """Append the record."""
         if trainer.folder is not None:
             trainer.folder.metric(record.to_json())
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        """Drop the lines of the steps that were taken back."""
+        self.on_start(trainer)
 
 
 class SaveEvery(Callback):

@@ -111,6 +111,7 @@ class OptimizerConfig:
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     eps: float = 1e-8  # AdamW
+    qk_clip: float = 100.0  # largest attention score a head may reach in a step before it is scaled down; 0 never looks
 
     def __post_init__(self) -> None:
         _need(0 <= self.warmup < 1, "optimizer.warmup", self.warmup, "0 to below 1")
@@ -120,6 +121,7 @@ class OptimizerConfig:
         for name in ("momentum", "beta1", "beta2"):
             _need(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "0 to below 1")
         _need(self.eps > 0, "optimizer.eps", self.eps, "more than 0")
+        _need(self.qk_clip >= 0, "optimizer.qk_clip", self.qk_clip, "0 (off) or more")
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class DataConfig:
     """What is read."""
 
     source: str = "stdlib"  # "stdlib", the running interpreter's own library, or a folder of text files
+    more: tuple[str, ...] = ()  # further folders, each a source of its own that a mixture can name
     held_out_one_in: int = 20  # one document in this many is kept for evaluation
     vocabulary: int = 0  # tokens of the vocabulary learned from it; 0 takes the model preset's
 
@@ -143,12 +146,20 @@ class EvalConfig:
     run: bool = True  # evaluate, and write a sample, when the plan is done
     context: int = 2_048  # tokens of context a held-out document is read with
     primed: bool = True  # also measure xz that has seen the training text, the slowest yardstick
+    lengths: tuple[int, ...] = ()  # tokens of the tasks that are asked; none takes the lengths of the stages
+    task_tokens: int = 262_144  # tokens that the tasks may take in all; 0 asks none
     sample_tokens: int = 200  # length of the sample the run writes at the end; 0 writes none
     prompt: str = "def "  # what the sample begins with
 
     def __post_init__(self) -> None:
         _need(self.context >= 2, "eval.context", self.context, "at least 2")
         _need(self.sample_tokens >= 0, "eval.sample_tokens", self.sample_tokens, "0 or more")
+        _need(all(length >= 2 for length in self.lengths), "eval.lengths", self.lengths, "at least 2 each")
+        _need(self.task_tokens >= 0, "eval.task_tokens", self.task_tokens, "0 (no tasks) or more")
+
+
+# Plans whose name is not that of their model.
+PLAN_MODELS = {"curriculum": "laptop", "recall": "smoke"}
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,7 @@ class TrainConfig:
         ValueError: at construction, naming the field, the value found and the value needed.
     """
 
-    preset: str = "laptop"  # the model: smoke, laptop, 130m, 400m, 1b, k3
+    preset: str = "laptop"  # the plan and its model: smoke, laptop, curriculum; or a model alone: 130m, 400m, 1b, k3
     model: tuple[str, ...] = ()  # fields of the model changed from the preset, as "width=96" (TOML: a table)
     run: str = ""  # name of the run's folder; empty takes the preset's name and the first free number
     runs: str = "runs"  # folder that holds all runs
@@ -168,6 +179,10 @@ class TrainConfig:
     tokens: int = 2_097_152  # planned total: the cosine ends here
     stages: tuple[Stage, ...] = (Stage(),)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mtp: float = 0.0  # weight of the loss of one layer that predicts the token after the next; 0 builds no such layer
+    on_spike: Literal["continue", "rollback"] = (
+        "continue"  # rollback: back to the last checkpoint, without those batches
+    )
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     precision: Literal["fp32", "bf16"] = "fp32"  # of matrix products; what must stay fp32 does (docs/precision.md)
@@ -175,9 +190,12 @@ class TrainConfig:
     threads: int = 0  # CPU threads; 0 chooses
     checkpoint_every: int = 50  # steps; 0 saves only at the end
     keep: int = 2  # newest checkpoints that are kept
+    background_save: bool = True  # write checkpoints while training goes on; costs a copy of the model's state
+    tensorboard: bool = False  # also write the metrics for TensorBoard (extra `log`)
+    allow_repeats: bool = False  # let a source be read more than 4 times
 
     def __post_init__(self) -> None:
-        preset(self.preset)
+        preset(PLAN_MODELS.get(self.preset, self.preset))
         _need(self.run not in (".", "..") and "/" not in self.run, "run", self.run, "a plain folder name")
         _need(bool(self.runs), "runs", self.runs, "a folder")
         _need(self.tokens > 0, "tokens", self.tokens, "more than 0")
@@ -186,6 +204,12 @@ class TrainConfig:
         _need(abs(shares - 1) < 1e-6, "stages.share", round(shares, 6), "shares that add up to 1")
         lengths = [stage.length for stage in self.stages]
         _need(lengths == sorted(lengths), "stages.length", lengths, "lengths that never shrink")
+        sizes = [stage.step_tokens for stage in self.stages]
+        model = PLAN_MODELS.get(self.preset, self.preset)
+        constant = len(set(sizes)) == 1 or model in ("smoke", "laptop")
+        _need(constant, "stages.step_tokens", sizes, f"one number for all stages of {model!r}")
+        _need(self.mtp >= 0, "mtp", self.mtp, "0 (no such layer) or more")
+        _need(self.on_spike in ("continue", "rollback"), "on_spike", self.on_spike, "'continue' or 'rollback'")
         _need(self.precision in ("fp32", "bf16"), "precision", self.precision, "'fp32' or 'bf16'")
         _need(self.device in ("auto", "cpu", "cuda"), "device", self.device, "'auto', 'cpu' or 'cuda'")
         _need(self.threads >= 0, "threads", self.threads, "0 (choose) or more")
@@ -195,17 +219,27 @@ class TrainConfig:
 
     def model_config(self) -> ModelConfig:
         """The preset's model with this run's changes."""
-        base = preset(self.preset)
+        base = preset(PLAN_MODELS.get(self.preset, self.preset))
         try:
             changes = dict(_model_change(one) for one in self.model)
             _need("vocab_size" not in changes, "vocab_size", changes.get("vocab_size"), "data.vocabulary to set it")
-            return from_dict({**to_dict(base), "vocab_size": self.data.vocabulary or base.vocab_size, **changes})
+            vocab_size = self.data.vocabulary or base.vocab_size
+            return from_dict({**to_dict(base), "vocab_size": vocab_size, "mtp": self.mtp > 0, **changes})
         except ValueError as error:
             raise ValueError(f"model.{error}") from error
 
 
 # Fields that may differ when a run is resumed: none of them changes what a step computes beyond rounding.
-OPERATIONAL = frozenset({"run", "runs", "resume", "eval", "device", "threads", "checkpoint_every", "keep"})
+OPERATIONAL = frozenset(
+    {
+        *("run", "runs", "resume", "eval", "device", "threads", "checkpoint_every", "keep"),
+        *("background_save", "tensorboard", "allow_repeats"),
+    }
+)
+
+# Fields that came later, and the value with which a run computes what it did before they came: left out of the
+# trajectory then, so that a run keeps its hash.
+_LATER = {"mixture": [], "more": [], "qk_clip": 0.0, "mtp": 0.0, "model.mtp": False, "on_spike": "continue"}
 
 
 def _model_change(text: str) -> tuple[str, Any]:
@@ -233,6 +267,34 @@ def _model_change(text: str) -> tuple[str, Any]:
     return name, _typed(kind, parsed, name)
 
 
+EVERYTHING = "*"  # as a part's source: every source that no other part of the mixture names
+
+
+def default_mixture(stage: int, length: int) -> tuple[SourceShare, ...]:
+    """Which documents a stage of the curriculum draws from, by their length in tokens.
+
+    K3's weights are not public; these are this project's proposal: everything in the first stage (number 0), then 40,
+    50 and 65 % of the tokens from documents of at least half a row (from the fourth stage on, of a quarter), the rest
+    from shorter ones, so that what was learned of them is kept.
+    """
+    if stage == 0:
+        return ()
+    share = (0.4, 0.5, 0.65)[min(stage, 3) - 1]
+    border = length // (2 if stage < 3 else 4)
+    return (
+        SourceShare(EVERYTHING, weight=round(1 - share, 2), longest=border - 1),
+        SourceShare(EVERYTHING, weight=share, shortest=border),
+    )
+
+
+# K3's four stages in its ratios 1 : 8 : 32 : 128, sixty-four times shorter (K3 report, section 3.3).
+CURRICULUM = (
+    Stage(length=128, share=0.64, step_tokens=4_096, micro_tokens=2_048),
+    Stage(length=1_024, share=0.16, step_tokens=8_192, micro_tokens=4_096, mixture=default_mixture(1, 1_024)),
+    Stage(length=4_096, share=0.11, step_tokens=8_192, micro_tokens=4_096, mixture=default_mixture(2, 4_096)),
+    Stage(length=16_384, share=0.09, step_tokens=16_384, micro_tokens=16_384, mixture=default_mixture(3, 16_384)),
+)
+
 TRAIN_PRESETS: dict[str, TrainConfig] = {
     # Half a minute of training on two cores: enough to see the loss fall and every part at work.
     "smoke": TrainConfig(
@@ -241,12 +303,31 @@ TRAIN_PRESETS: dict[str, TrainConfig] = {
         stages=(Stage(length=128, step_tokens=4_096, micro_tokens=4_096),),
         optimizer=OptimizerConfig(warmup=0.04),
         data=DataConfig(vocabulary=512),
-        eval=EvalConfig(context=512, primed=False, sample_tokens=120),
+        eval=EvalConfig(context=512, primed=False, task_tokens=16_384, sample_tokens=120),
         checkpoint_every=0,
         keep=1,
     ),
     # The main job: twelve minutes of training on two quiet cores.
     "laptop": TrainConfig(),
+    # The laptop's model through four lengths: a candidate for the main job, to be measured.
+    "curriculum": TrainConfig(preset="curriculum", stages=CURRICULUM),
+    # Recall of single symbols over longer and longer rows: small steps and low rates (docs/evaluation.md).
+    "recall": TrainConfig(
+        preset="recall",
+        model=("layers=4", "mla_layers=(3,)"),
+        tokens=2_457_600,
+        stages=(
+            Stage(length=64, share=0.6, step_tokens=2_048, micro_tokens=1_024),
+            Stage(length=256, share=0.2, step_tokens=2_048, micro_tokens=1_024),
+            Stage(length=1_024, share=0.2, step_tokens=2_048, micro_tokens=1_024),
+        ),
+        optimizer=OptimizerConfig(
+            rates=Rates(muon=3e-3, embeddings=1e-3, other=1e-3), warmup=0.02, final=0.1, momentum=0.95
+        ),
+        data=DataConfig(source="tasks:recall", vocabulary=257),
+        eval=EvalConfig(sample_tokens=0),
+        checkpoint_every=200,
+    ),
 }
 
 
@@ -318,20 +399,37 @@ def _convert(kind: Any, value: Any, name: str, current: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         _need(isinstance(value, Mapping), name, value, "a table")
         return _merge(current, value, name + ".")
+    if kind == tuple[SourceShare, ...]:
+        _need(isinstance(value, list | tuple), name, value, "a list of tables")
+        return tuple(_share(one, name) for one in value)
     if kind == tuple[Stage, ...]:
         _need(isinstance(value, list | tuple), name, value, "a list of tables")
         return tuple(_merge(Stage(), _typed(Mapping, one, name), f"{name}.") for one in value)
     if name == "model" and isinstance(value, Mapping):
         return tuple(f"{key}={tuple(one) if isinstance(one, list) else one}" for key, one in value.items())
+    if kind == tuple[int, ...]:
+        fits = isinstance(value, list | tuple) and all(type(one) is int for one in value)
+        _need(fits, name, value, "a list of whole numbers")
+        return tuple(value)
     if kind == tuple[str, ...]:
         fits = isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
-        _need(fits, name, value, "a table, or a list of NAME=VALUE")
+        _need(fits, name, value, "a table, or a list of NAME=VALUE" if name == "model" else "a list of texts")
         return tuple(value)
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         _need(value in choices, name, value, f"one of {', '.join(choices)}")
         return value
     return _typed(kind, value, name)
+
+
+def _share(value: Any, name: str) -> SourceShare:
+    """A part of a mixture from a table, or from the text that `parse_share` reads."""
+    if isinstance(value, str):
+        return parse_share(value)
+    table = _typed(Mapping, value, name)
+    _need("source" in table, f"{name}.source", None, "the name of a source")
+    first = SourceShare(_typed(str, table["source"], f"{name}.source"))
+    return typing.cast(SourceShare, _merge(first, table, f"{name}."))
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
@@ -359,7 +457,13 @@ def trajectory(config: TrainConfig) -> dict[str, Any]:
 
     rest = {key: value for key, value in train_to_dict(config).items() if key not in OPERATIONAL | {"model", "preset"}}
     walk(rest, "")
-    return flat
+    return {key: value for key, value in flat.items() if not _says_nothing(key, value)}
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    last = key.rpartition(".")[2]
+    name = key if key in _LATER or key.startswith("model.") else last
+    return name in _LATER and bool(value == _LATER[name])
 
 
 def config_hash(config: TrainConfig) -> str:

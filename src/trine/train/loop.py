@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +15,26 @@ import torch
 from trine._log import logger
 from trine.balance import QuantileBalancing
 from trine.config import to_dict
-from trine.data import Batch, PackingPlan, Shards, prepare
+from trine.data import Batch, Shards, prepare
+from trine.data.mixture import MixturePlan
 from trine.model import Model
 from trine.train import machine
 from trine.train.callbacks import Callback, SaveEvery, WriteMetrics
-from trine.train.config import TrainConfig, config_hash, first_difference, train_to_dict
+from trine.train.config import Stage, TrainConfig, config_hash, first_difference, train_to_dict
 from trine.train.errors import Interrupted, RunError
 from trine.train.finish import evaluate, write
 from trine.train.progress import ShowProgress
 from trine.train.run_folder import RunFolder
 from trine.train.schedule import Plan, StageSpan, lay_out
+from trine.train.spikes import SpikeGuard
 from trine.train.stored import resume_command, run_path, stored_config
+from trine.train.tensorboard import TensorBoard
 from trine.train.trainer import Batches, Trainer
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+SPARE_STEPS = 32  # of rows beyond a stage's own, more than rollbacks can leave out
 
 
 @dataclass(frozen=True)
@@ -73,25 +78,22 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
         say = console.print if console is not None else lambda *_: None
         say(f"run {path}")
         began = time.perf_counter()
-        shards = prepare(
-            *(path / "data", config.data.source, config.model_config().vocab_size, config.data.held_out_one_in)
-        )
+        shards = open_data(config, path / "data")
         say(f"data: {_in_words(shards)}, ready in {time.perf_counter() - began:.0f} s")
         plan = lay_out(config.stages, config.tokens)
-        device = _device(config)
-        torch.manual_seed(config.seed)
-        model = Model(config.model_config())
-        if config.precision == "bf16":
-            model.to(torch.bfloat16)
-        model.to(device)
+        plans = stage_plans(config, plan, shards)
+        for line in (line for rows in plans for line in rows.report().warnings):
+            say(f"[yellow]warning:[/] {line}")
+        model = build_model(config, choose_device(config))
         trainer = Trainer(
-            *(model, plan, packed_batches(config, plan, shards), config.optimizer),
+            *(model, plan, stored_batches(plans), config.optimizer),
             balancer=QuantileBalancing(config.model_config().top_k),
             folder=folder,
-            callbacks=_callbacks(config, console, callbacks),
+            callbacks=_callbacks(config, path, console, callbacks),
             keep=config.keep,
             identity={"config": config_hash(config), "data": shards.hash},
             workers=settings["threads"],
+            background=config.background_save,
         )
         if config.resume:
             resumed = trainer.resume()
@@ -143,36 +145,120 @@ def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
         raise RunError(f"{folder.path}: cannot resume with another plan: {difference}; start a new run for it")
 
 
-def packed_batches(config: TrainConfig, plan: Plan, shards: Shards) -> Batches:
-    """The trainer's source of batches: each stage's packing plan, asked for a step."""
-    packing = [
-        PackingPlan(
-            shards,
-            row_length=span.stage.length,
-            tokens_per_step=span.stage.step_tokens,
-            micro_batch_tokens=span.stage.micro_tokens,
-            seed=config.seed,
-            stage=span.index,
+def open_data(config: TrainConfig, folder: Path) -> Shards:
+    """The data of a run in ``folder``, made there when it is not.
+
+    Raises:
+        DataError: no data, or other data in the folder.
+    """
+    sources = [config.data.source, *config.data.more]
+    return prepare(folder, sources, config.model_config().vocab_size, config.data.held_out_one_in)
+
+
+def build_model(config: TrainConfig, device: torch.device) -> Model:
+    """The untrained model of a run, in its precision, on its device."""
+    torch.manual_seed(config.seed)
+    model = Model(config.model_config())
+    if config.precision == "bf16":
+        model.to(torch.bfloat16)
+    if model.mtp is not None:
+        model.mtp.weight = config.mtp
+    return model.to(device)
+
+
+def stage_plans(config: TrainConfig, plan: Plan, shards: Shards) -> list[MixturePlan]:
+    """The rows of each stage; what a stage has read is read again by later ones only when all else is used up.
+
+    Raises:
+        DataError: a mixture that names no source or document, or a source that would be read too often.
+    """
+    plans: list[MixturePlan] = []
+    for span in plan:
+        plans.append(
+            _rows(
+                *(shards, span.stage, plans),
+                steps=span.steps,
+                seed=config.seed,
+                number=span.index,
+                allow_repeats=config.allow_repeats,
+            )
         )
-        for span in plan
-    ]
+    return plans
+
+
+def _rows(
+    shards: Shards,
+    stage: Stage,
+    before: Sequence[MixturePlan],
+    *,
+    steps: int,
+    seed: int,
+    number: int,
+    allow_repeats: bool,
+) -> MixturePlan:
+    return MixturePlan(
+        shards,
+        stage.mixture,
+        row_length=stage.length,
+        tokens_per_step=stage.step_tokens,
+        micro_batch_tokens=stage.micro_tokens,
+        steps=steps,
+        seed=seed,
+        stage=number,
+        before=tuple(before),
+        allow_repeats=allow_repeats,
+    )
+
+
+def stored_batches(plans: Sequence[MixturePlan]) -> Batches:
+    """The trainer's source of batches: a stage's rows and, where a rollback has left some out, as many more.
+
+    The rows more are those a stage of the last mixture would read next.
+    """
+    more: dict[int, MixturePlan] = {}
 
     def batches(span: StageSpan, step: int) -> Sequence[Batch]:
-        return packing[span.index].micro_batches(step)
+        if step < span.steps:
+            return plans[span.index].micro_batches(step)
+        if span.index not in more:
+            last = [
+                replace(one, weight=one.weight if one.end is None else one.end, end=None)
+                for one in span.stage.mixture
+                if one.end != 0
+            ]
+            stage = replace(span.stage, mixture=tuple(last))
+            own = plans[span.index]
+            more[span.index] = _rows(
+                *(own.shards, stage, plans[: span.index + 1]),
+                steps=SPARE_STEPS,
+                seed=own.seed,
+                number=len(plans) + span.index,
+                allow_repeats=True,
+            )
+        return more[span.index].micro_batches(step - span.steps)
 
     return batches
 
 
-def _device(config: TrainConfig) -> torch.device:
+def choose_device(config: TrainConfig) -> torch.device:
+    """Where the run computes.
+
+    Raises:
+        RunError: a card is asked for and not there.
+    """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise RunError("device: found 'cuda', but torch sees no CUDA card; `trine doctor` says why")
     use = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if use else "cpu")
 
 
-def _callbacks(config: TrainConfig, console: Console | None, more: Sequence[Callback]) -> list[Callback]:
+def _callbacks(config: TrainConfig, path: Path, console: Console | None, more: Sequence[Callback]) -> list[Callback]:
     shown: list[Callback] = [ShowProgress(console)] if console is not None else []
-    return [WriteMetrics(), *shown, SaveEvery(config.checkpoint_every), *more]
+    if config.tensorboard:
+        shown.append(TensorBoard(path / "tensorboard"))
+    # A spike is looked at before its step could be saved.
+    guard = SpikeGuard(rollback=config.on_spike == "rollback")
+    return [WriteMetrics(), *shown, guard, SaveEvery(config.checkpoint_every), *more]
 
 
 def _in_words(shards: Shards) -> str:

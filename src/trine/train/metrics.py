@@ -28,6 +28,8 @@ class StepRecord:
     seconds: float
     load_percentiles: dict[str, float] | None = None  # of load over mean load, averaged over layers: p1 to p99
     updated: bool = True  # False when the update was not applied
+    mtp_loss: float | None = None  # nats a token of the layer that predicts the token after the next
+    clipped_heads: int = 0  # attention heads that QK-clip scaled down
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready values."""

@@ -193,6 +193,14 @@ class Optimizers:
         for name, weight in self._copies:
             weight.copy_(self._masters[name])
 
+    @torch.no_grad()
+    def scale_rows(self, name: str, factor_R: Tensor) -> None:
+        """Multiply the rows of a matrix, and of its master, by `factor_R`; momenta stay."""
+        master, weight = self._masters[name], self._weights[name]
+        master.mul_(factor_R.to(master)[:, None])
+        if weight is not master:
+            weight.copy_(master)
+
     def state_tensors(self) -> dict[str, Tensor]:
         """All state as flat tensors: ``<parameter>/<quantity>``, masters under ``master``. Not copies."""
         state = {f"{name}/master": self._masters[name] for name, _ in self._copies}

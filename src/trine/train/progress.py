@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from trine.train.callbacks import Callback
+from trine.train.config import share_text
 from trine.train.metrics import StepRecord
+from trine.train.schedule import StageSpan
 from trine.train.trainer import Trainer
 
 _LINE_EVERY = 15.0  # seconds between plain lines
@@ -35,6 +37,16 @@ class ShowProgress(Callback):
             self._task = self._bar.add_task("", total=trainer.plan.steps, completed=trainer.step, line="first step ...")
             self._bar.start()
 
+    def on_stage(self, trainer: Trainer, span: StageSpan) -> None:
+        """One line at a transition: what is, after what was."""
+        if span.index > 0 and trainer.step == span.first_step:
+            self.console.print(transition_line(trainer.plan.spans[span.index - 1], span), highlight=False)
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        """Say so, and set the bar back."""
+        self.console.print(f"loss spike: back to step {trainer.step}, see events.jsonl", highlight=False)
+        self._last_line = -_LINE_EVERY
+
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Redraw the bar, or print a line when the last one is old."""
         pace = 1 / record.tokens_per_s if record.tokens_per_s else 0.0
@@ -51,6 +63,20 @@ class ShowProgress(Callback):
         """Leave the bar as it stands."""
         if self._bar is not None:
             self._bar.stop()
+
+
+def transition_line(before: StageSpan, after: StageSpan) -> str:
+    """What changes at a transition, old and new; learning rate, momenta, router bias and data order go on."""
+    old, new = before.stage, after.stage
+    parts = [f"rows of {old.length:,} -> {new.length:,} tokens"]
+    if old.step_tokens != new.step_tokens:
+        parts.append(f"{old.step_tokens:,} -> {new.step_tokens:,} tokens a step")
+    if old.recompute != new.recompute:
+        parts.append("recomputing from here on" if new.recompute else "no recomputing from here on")
+    if old.mixture != new.mixture:
+        mixtures = (", ".join(map(share_text, one.mixture)) or "all documents" for one in (old, new))
+        parts.append("data " + " -> ".join(mixtures))
+    return f"stage {after.index + 1} from step {after.first_step + 1}: " + "; ".join(parts)
 
 
 def progress_line(record: StepRecord, seconds_left: float) -> str:

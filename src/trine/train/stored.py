@@ -55,7 +55,10 @@ def stored_config(path: Path) -> TrainConfig:
         raise RunError(f"{path}: holds no run")
     record = read_json(path / "run.json")
     try:
-        return train_from_dict(record["config"])
+        config = record["config"]
+        # Runs recorded before there was QK-clip had none.
+        config["optimizer"].setdefault("qk_clip", 0.0)
+        return train_from_dict(config)
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path / 'run.json'}: damaged ({error})") from error
 

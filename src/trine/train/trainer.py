@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import math
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,18 +19,23 @@ from trine._log import logger
 from trine.balance import BalancePolicy, WindowLoads
 from trine.data import IGNORE_INDEX, Batch
 from trine.model import Model
+from trine.ops._errors import check_errors
 from trine.ops.router import RouterStats
 from trine.train import checkpoint
 from trine.train.callbacks import Callback
-from trine.train.config import OptimizerConfig
+from trine.train.config import OptimizerConfig, share_text
 from trine.train.errors import Interrupted, NumericStop, RunError
 from trine.train.metrics import StepRecord, bits_per_byte, load_figures
 from trine.train.optimizers import Optimizers, first_non_finite
+from trine.train.qk_clip import qk_clip, watch_heads
+from trine.train.random_state import random_state, set_random_state
 from trine.train.run_folder import RunFolder
 from trine.train.schedule import Plan, Schedule, StageSpan
 from trine.train.workers import Workers
+from trine.train.writer import Writer
 
 NON_FINITE_LIMIT = 3  # steps in a row without an update that end a run
+REHEARSED_TWICE = 3.0  # seconds below which a rehearsal is repeated: the first round also fills caches
 
 Batches = Callable[[StageSpan, int], Sequence[Batch]]
 """(stage, step inside the stage, from 0) -> the micro-batches of that step: a pure function."""
@@ -65,6 +68,7 @@ class Trainer:
         keep: newest checkpoints that are kept.
         identity: stored in checkpoints (hashes of configuration and data); a checkpoint with another one is refused.
         workers: micro-batches computed at the same time, each by one thread (float32 models on a CPU).
+        background: write checkpoints in a thread while training goes on; a save that fails is told at the next step.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Trainer:
         keep: int = 2,
         identity: Mapping[str, str] | None = None,
         workers: int = 1,
+        background: bool = False,
     ) -> None:
         names = [callback.name for callback in callbacks]
         if len(set(names)) != len(names):
@@ -93,7 +98,11 @@ class Trainer:
         self.schedule = Schedule(plan.tokens, int(plan.tokens * self.config.warmup), self.config.final)
         self.step = 0  # whole steps done
         self.non_finite_in_row = 0
+        self.left_out: dict[int, list[int]] = {}  # stage -> steps of its data that a rollback has left out
+        self.rollbacks = 0
         self._batches = batches
+        self._writer = Writer(folder.checkpoints, keep) if folder is not None and background else None
+        watch_heads(model, self.config.qk_clip)
         self._device = next(model.parameters()).device
         self._workers: Workers | None = None
         parallel = workers > 1 and self._device.type == "cpu" and not self.optimizers.has_masters
@@ -123,22 +132,29 @@ class Trainer:
         if hasattr(self.model, "recompute"):
             self.model.recompute = span.stage.recompute
         self.model.train()
-        batches = self._batches(span, self.step - span.first_step)
+        self._take_saved()
+        batches = self._batches(span, self.data_step(self.step))
         before, step_tokens = self.plan.tokens_before(self.step), sum(batch.tokens_T.numel() for batch in batches)
         self.optimizers.set_factor(self.schedule.factor(before, span.stage.step_tokens))
         weight = sum(supervised_weight(batch) for batch in batches)
         self._window = self._volatile_state()
+        for observer in self._observers():
+            observer.zero_()
         losses = self._accumulate(batches, weight)
         loss_sum, norm = _read(losses, self.optimizers.grad_norm())
+        check_errors(self._device)  # what kernels found wrong with values they were given; free after the read above
         finite = math.isfinite(loss_sum) and math.isfinite(norm)
-        updated = finite and weight > 0
+        updated, clipped = finite and weight > 0, []
         if updated:
             self.optimizers.clip(norm, self.config.clip)
             self.optimizers.step()
+            clipped = qk_clip(self.model, self.optimizers)
         elif finite:
-            self._event("no_supervised_token", step=self.step + 1)
+            self.event("no_supervised_token", step=self.step + 1)
         else:
-            self._event("non_finite", step=self.step + 1, tensor=self._first_bad(losses))
+            self.event("non_finite", step=self.step + 1, tensor=self._first_bad(losses))
+        if clipped:
+            self.event("qk_clip", step=self.step + 1, heads=[asdict(one) for one in clipped])
         max_vio, dead, percentiles = load_figures(self._close_window(updated))
         self.optimizers.zero_grad()
         self._window = None
@@ -159,7 +175,20 @@ class Trainer:
             seconds=seconds,
             load_percentiles=percentiles,
             updated=updated,
+            mtp_loss=_mtp_loss(self.model),
+            clipped_heads=len(clipped),
         )
+
+    def data_step(self, step: int) -> int:
+        """Which step of its stage's data step ``step`` (of the plan, from 0) takes: those left out are passed over."""
+        span = self.plan.at(step)
+        wanted = step - span.first_step
+        for bad in sorted(self.left_out.get(span.index, ())):
+            wanted += bad <= wanted
+        return wanted
+
+    def _observers(self) -> list[Any]:
+        return self.model.observers() if hasattr(self.model, "observers") else []
 
     def _accumulate(self, batches: Sequence[Batch], weight: float) -> list[Tensor]:
         """Gradients of the step's objective into the optimizers; returns the loss sum of each micro-batch."""
@@ -173,6 +202,45 @@ class Trainer:
                 (loss_sum / weight).backward()
             losses.append(loss_sum.detach().double())
         return losses
+
+    @property
+    def side_by_side(self) -> int:
+        """Micro-batches that are computed at the same time."""
+        return 1 if self._workers is None else self._workers.count
+
+    def rehearse(self, span: StageSpan) -> tuple[float, float]:
+        """Time a few micro-batches of a stage and an update at rate 0; the model learns nothing.
+
+        Returns:
+            Seconds of as many micro-batches as run side by side (the faster of two rounds where one is short), seconds
+            of clipping and of the optimizers' step.
+        """
+        if hasattr(self.model, "recompute"):
+            self.model.recompute = span.stage.recompute
+        self.model.train()
+        batches = self._batches(span, 0)[: self.side_by_side]
+        weight = sum(supervised_weight(batch) for batch in batches)
+        self.optimizers.set_factor(0.0)
+        rounds: list[float] = []
+        while not rounds or (len(rounds) < 2 and rounds[0] < REHEARSED_TWICE):
+            self.optimizers.zero_grad()
+            began = time.perf_counter()
+            self._accumulate(batches, weight)
+            self._settle()
+            rounds.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        self.optimizers.clip(float(self.optimizers.grad_norm()), self.config.clip)
+        self.optimizers.step()
+        self._settle()
+        update = time.perf_counter() - began
+        self.optimizers.zero_grad()
+        if self.router_stats is not None:
+            self.router_stats.zero_()
+        return min(rounds), update
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _close_window(self, updated: bool) -> Tensor:
         """Let the router bias follow an update, zero the statistics; returns the loads they held, ``[L, E]``."""
@@ -219,30 +287,76 @@ class Trainer:
                 while self.step < until:
                     span = self.plan.at(self.step)
                     if span.index != stage:
+                        self._announce(span, crossed=stage >= 0)
                         stage = span.index
-                        self._event("stage", step=self.step + 1, stage=stage, length=span.stage.length)
                         for callback in self.callbacks:
                             callback.on_stage(self, span)
                     record = self.train_step()
                     for callback in self.callbacks:
                         callback.on_step(self, record)
+                        if self.step != record.step:  # rolled back: this step has not happened
+                            stage = -1
+                            break
                     if self.non_finite_in_row >= NON_FINITE_LIMIT:
-                        self.save()
+                        self._save_now()
                         raise NumericStop(
                             f"step {self.step}: loss or gradient not finite {self.non_finite_in_row} steps in a row; "
                             "none of them changed the model, and events.jsonl names the tensor"
                         )
                 self._heed_signals()
-                self.save()
+                self._save_now()
             except _Stop:
                 self.abandon_window()
-                self.save()
-                self._event("interrupted", step=self.step, signal=self._signal)
+                self._save_now()
+                self.event("interrupted", step=self.step, signal=self._signal)
                 raise Interrupted(f"interrupted; step {self.step} of {self.plan.steps} is saved") from None
             finally:
+                self._let_writer_end()
                 for callback in self.callbacks:
                     callback.on_end(self)
         return record
+
+    def _announce(self, span: StageSpan, crossed: bool) -> None:
+        """An event for the stage that begins or goes on; at a transition with what changes beside what was."""
+        details = _in_words(span)
+        if crossed:
+            before = self.plan.spans[span.index - 1]
+            details |= {"before": _in_words(before), "planned_steps": self.plan.steps}
+        self.event("stage", step=self.step + 1, **details)
+
+    def roll_back(self, steps: Sequence[int]) -> Path:
+        """Return to the newest valid checkpoint and leave out the batches that ``steps`` were made of.
+
+        Args:
+            steps: numbers of steps done, from 1 as in `StepRecord`; those the checkpoint holds are kept.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            RunError: there is none.
+        """
+        if self.folder is None:
+            raise RunError("rollback: this run keeps no checkpoints, need a run folder")
+        self._take_saved(wait=True)
+        path, state, _ = checkpoint.newest_valid(self.folder.checkpoints)
+        if path is None:
+            raise RunError(f"{self.folder.checkpoints}: no valid checkpoint to go back to")
+        named: dict[int, list[int]] = {}
+        for step in steps:
+            if step > state["step"]:
+                named.setdefault(self.plan.at(step - 1).index, []).append(self.data_step(step - 1))
+        left_out = {stage: list(bad) for stage, bad in self.left_out.items()}
+        for stage, bad in named.items():
+            left_out[stage] = sorted({*left_out.get(stage, ()), *bad})
+        rollbacks, at = self.rollbacks + 1, self.step
+        self.load(path)
+        self.left_out, self.rollbacks = left_out, rollbacks
+        batches = [{"stage": stage, "step_of_data": one} for stage, bad in named.items() for one in bad]
+        self.event("rollback", step=at, to_step=self.step, checkpoint=path.name, left_out=batches)
+        for callback in self.callbacks:
+            callback.on_rollback(self)
+        return path
 
     def abandon_window(self) -> None:
         """Go back to the beginning of an accumulation window that was left half-way."""
@@ -251,7 +365,8 @@ class Trainer:
             window, self._window = self._window, None
             self._restore_volatile(window)
 
-    def _event(self, kind: str, **details: Any) -> None:
+    def event(self, kind: str, **details: Any) -> None:
+        """Log, and append to the run's events."""
         logger.info("%s %s", kind, details)
         if self.folder is not None:
             self.folder.event(kind, **details)
@@ -286,21 +401,24 @@ class Trainer:
     def _volatile_state(self) -> dict[str, Any]:
         """What an accumulation window changes before it ends: statistics and random numbers, as copies."""
         stats = self.router_stats
-        return {"router": {} if stats is None else dict(stats.state_dict()), "rng": _random_state()}
+        return {"router": {} if stats is None else dict(stats.state_dict()), "rng": random_state()}
 
     def _restore_volatile(self, state: Mapping[str, Any]) -> None:
         if self.router_stats is not None:
             self.router_stats.load_state_dict(state["router"])
-        _set_random_state(state["rng"])
+        set_random_state(state["rng"])
 
     def save(self) -> Path | None:
         """Write the checkpoint of the last whole step and remove old ones; None without a folder.
+
+        In the background only a copy is made here: the path returned is that of the checkpoint to be.
 
         Raises:
             RunError: the disk is full; older checkpoints are intact.
         """
         if self.folder is None:
             return None
+        self._take_saved(wait=True)
         volatile = self._window or self._volatile_state()
         balancer = {} if self.balancer is None else self.balancer.state_dict()
         other = {f"router/{name}": tensor for name, tensor in volatile["router"].items()}
@@ -312,17 +430,43 @@ class Trainer:
             "planned_steps": self.plan.steps,
             "stage": self.plan.at(min(self.step, self.plan.steps - 1)).index,
             "non_finite_in_row": self.non_finite_in_row,
+            "left_out": {str(stage): bad for stage, bad in self.left_out.items()},
+            "rollbacks": self.rollbacks,
             "identity": self.identity,
             "rng": volatile["rng"],
             "balancer": {name: value for name, value in balancer.items() if not isinstance(value, Tensor)},
             "callbacks": {callback.name: callback.state_dict() for callback in self.callbacks},
         }
         tensors = {"model": self.model.state_dict(), "optimizer": other}
+        if self._writer is not None:
+            self._writer.save(self.step, tensors, state)
+            return self.folder.checkpoints / checkpoint.checkpoint_name(self.step)
         path = checkpoint.save_checkpoint(self.folder.checkpoints, self.step, tensors, state)
         checkpoint.prune(self.folder.checkpoints, self.keep)
+        self._tell_saved(path)
+        return path
+
+    def _save_now(self) -> None:
+        self.save()
+        self._take_saved(wait=True)
+
+    def _take_saved(self, wait: bool = False) -> None:
+        """Tell the callbacks of a checkpoint that was written meanwhile; raises RunError if it could not be."""
+        path = self._writer.finished(wait) if self._writer is not None else None
+        if path is not None:
+            self._tell_saved(path)
+
+    def _tell_saved(self, path: Path) -> None:
         for callback in self.callbacks:
             callback.on_save(self, path)
-        return path
+
+    def _let_writer_end(self) -> None:
+        """Whatever ended the run, the folder is given back only when nobody writes in it any more."""
+        if self._writer is not None:
+            try:
+                self._writer.finished(wait=True)
+            except RunError as error:
+                logger.warning("%s", error)
 
     def resume(self) -> Path | None:
         """Restore the newest valid checkpoint of the folder; damaged ones are passed over, each with an event.
@@ -338,7 +482,7 @@ class Trainer:
         path, _, damaged = checkpoint.newest_valid(self.folder.checkpoints)
         for one in damaged:
             logger.warning("%s; passed over", one.reason)
-            self._event("damaged_checkpoint", path=one.path.name, reason=one.reason)
+            self.event("damaged_checkpoint", path=one.path.name, reason=one.reason)
         if path is None:
             if damaged:
                 raise RunError(f"{self.folder.checkpoints}: no valid checkpoint; {damaged[0].reason}")
@@ -379,6 +523,8 @@ class Trainer:
             if callback.name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.name])
         self.step, self.non_finite_in_row = state["step"], state["non_finite_in_row"]
+        self.left_out = {int(stage): list(bad) for stage, bad in state.get("left_out", {}).items()}
+        self.rollbacks = state.get("rollbacks", 0)
 
 
 def supervised_weight(batch: Batch) -> float:
@@ -386,36 +532,27 @@ def supervised_weight(batch: Batch) -> float:
     return float(batch.weights_T[batch.targets_T != IGNORE_INDEX].sum(dtype=torch.float64))
 
 
+def _in_words(span: StageSpan) -> dict[str, Any]:
+    stage = span.stage
+    return {
+        "stage": span.index,
+        "length": stage.length,
+        "step_tokens": stage.step_tokens,
+        "recompute": stage.recompute,
+        "mixture": [share_text(one) for one in stage.mixture],
+    }
+
+
+def _mtp_loss(model: Any) -> float | None:
+    """Nats a token of the MTP layer in this step; None without one."""
+    layer = getattr(model, "mtp", None)
+    if layer is None or not layer.weight:
+        return None
+    loss, weight = layer.seen.sums_2.tolist()
+    return loss / weight if weight else None
+
+
 def _read(losses: Sequence[Tensor], norm: Tensor) -> tuple[float, float]:
     """(sum of losses, norm) with one transfer from the device."""
     values = torch.stack([*losses, norm.to(losses[0].device) if losses else norm]).tolist()
     return math.fsum(values[:-1]) if all(map(math.isfinite, values[:-1])) else math.nan, values[-1]
-
-
-def _random_state() -> dict[str, Any]:
-    """The generators a model or callback could draw from, JSON-ready."""
-
-    def text(tensor: Tensor) -> str:
-        return base64.b64encode(tensor.cpu().numpy().tobytes()).decode()
-
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    version, internal, next_gauss = random.getstate()
-    return {
-        "torch": text(torch.get_rng_state()),
-        "cuda": [text(one) for one in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, gauss],
-        "python": [version, list(internal), next_gauss],
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    def tensor(text: str) -> Tensor:
-        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-    torch.set_rng_state(tensor(state["torch"]))
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([tensor(one) for one in state["cuda"]])
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-    version, internal, next_gauss = state["python"]
-    random.setstate((version, tuple(internal), next_gauss))

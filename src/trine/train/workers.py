@@ -32,6 +32,7 @@ class Workers:
 
     def __init__(self, model: Model, threads: int) -> None:
         self._model = model
+        self.count = threads
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._all = [model.replica() for _ in range(threads)]
         self._idle: SimpleQueue[Model] = SimpleQueue()
@@ -51,6 +52,8 @@ class Workers:
             replica.train(self._model.training)
             replica.recompute = self._model.recompute
             replica.router_stats.zero_()
+            for observer in replica.observers():
+                observer.zero_()
         losses: list[Tensor] = []
         with _one_thread_each():
             results = [self._pool.submit(self._one, batch, weight) for batch in batches]
@@ -68,6 +71,8 @@ class Workers:
                         result.exception()  # wait for it: the next step must not meet a thread of this one
         for replica in self._all:
             self._model.router_stats.counts.add_(replica.router_stats.counts)
+            for mine, other in zip(self._model.observers(), replica.observers(), strict=True):
+                mine.merge_(other)
         return losses
 
     def _one(self, batch: Batch, weight: float) -> tuple[Tensor, Sequence[Tensor | None]]:

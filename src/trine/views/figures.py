@@ -33,7 +33,9 @@ BASELINES = {
     "xz_primed": "xz, training files seen",
 }
 
-_STYLE: Any = {
+NORMAL_P95 = 1.645  # standard deviations below which 95 % of a normal distribution lie
+
+STYLE: Any = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -76,11 +78,11 @@ def expert_load(metrics: Sequence[Record], experts: int, top_k: int) -> Figure:
     """
     _need_steps(metrics)
     bands = [record for record in metrics if record.get("load_percentiles")]
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = _figure(rows=2 if bands else 1)
         axes = figure.subplots(2 if bands else 1, 1, sharex=True, squeeze=False)[:, 0]
         if bands:
-            _draw_load_bands(axes[0], bands)
+            _draw_load_bands(axes[0], bands, experts, top_k)
             axes[0].set_xlabel("")
         _draw_max_vio(axes[-1], metrics, experts, top_k)
     return figure
@@ -93,7 +95,7 @@ def optimizer(metrics: Sequence[Record]) -> Figure:
         ValueError: no step recorded.
     """
     _need_steps(metrics)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = _figure(rows=2)
         top, bottom = figure.subplots(2, 1, sharex=True)
         _draw_rate(top, metrics)
@@ -120,7 +122,7 @@ def overview(
         ValueError: no step recorded.
     """
     _need_steps(metrics)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
         halves: Any = figure.subfigures(2, 1, height_ratios=(1.45, 1))
         above, below = halves
@@ -132,6 +134,78 @@ def overview(
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     return figure
+
+
+def compare(names: Sequence[str], metrics: Sequence[Sequence[Record]]) -> Figure:
+    """Loss and speed of several runs over tokens, one colour a run; a short mark where a run changes its stage.
+
+    Raises:
+        ValueError: no run, or one without a recorded step.
+    """
+    if not metrics:
+        raise ValueError("metrics: found no run, need at least one")
+    with mpl.rc_context(STYLE):
+        figure = _figure(rows=2)
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        for index, (name, lines) in enumerate(zip(names, metrics, strict=True)):
+            _need_steps(lines)
+            colour = LINE_COLOURS[index % len(LINE_COLOURS)]
+            style = ("-", "--", ":")[index // len(LINE_COLOURS) % 3]
+            tokens = np.array([line["tokens"] for line in lines], dtype=float)
+            for axes, key in ((top, "loss"), (bottom, "tokens_per_s")):
+                values = smooth(np.array([line[key] for line in lines], dtype=float))
+                axes.plot(tokens, values, style, color=colour, linewidth=1.5, marker=_marker(values), label=name)
+                for at in stage_starts(lines):
+                    axes.plot(tokens[at], values[at], "|", color=colour, markersize=11)
+        top.set_title("Loss of the training batches (smoothed), nats a token")
+        bottom.set_title("Tokens a second (smoothed)")
+        bottom.set_xlabel("training tokens")
+        bottom.set_ylim(bottom=0)
+        for axes in (top, bottom):
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+        top.legend(loc="upper right", fontsize=8.5)
+    return figure
+
+
+def study(arms: Mapping[str, Record], words: Mapping[str, str]) -> Figure:
+    """Arms of a study: held-out bits per byte by context (mean, and deviation over seeds), and tokens a second.
+
+    Raises:
+        ValueError: no arm.
+    """
+    if not arms:
+        raise ValueError("arms: found none, need at least one")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9.6, 4.0), dpi=120, layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
+        for index, (arm, values) in enumerate(arms.items()):
+            colour, style = LINE_COLOURS[index % len(LINE_COLOURS)], ("-", "--", ":")[index % 3]
+            bits = values["bits_by_context"]
+            contexts = sorted(bits, key=int)
+            means = [bits[one]["mean"] for one in contexts]
+            spread = [bits[one]["deviation"] or 0.0 for one in contexts]
+            places = [int(one) for one in contexts]
+            left.errorbar(
+                places, means, spread, color=colour, linestyle=style, marker="o", capsize=3, label=words.get(arm, arm)
+            )
+            speed = values["tokens_per_s"]
+            right.barh(index, speed["mean"], xerr=speed["deviation"] or 0.0, color=colour, height=0.6, capsize=3)
+        left.set_xscale("log", base=2)
+        left.set_xticks(places, [f"{place:,}" for place in places])
+        left.set_xlabel("context, tokens")
+        left.set_title("Bits per byte, held out")
+        left.legend(fontsize=8)
+        right.set_yticks(range(len(arms)), [arm.replace("-", "\n") for arm in arms])
+        right.invert_yaxis()
+        right.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+        right.set_title("Tokens a second")
+    return figure
+
+
+def stage_starts(metrics: Sequence[Record]) -> list[int]:
+    """Where in the record each stage but the first begins."""
+    stages = [line.get("stage", 0) for line in metrics]
+    return [i for i in range(1, len(stages)) if stages[i] != stages[i - 1]]
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -176,7 +250,7 @@ def _figure(rows: int = 1) -> Figure:
 
 def _single(draw: Any, metrics: Sequence[Record], *arguments: Any) -> Figure:
     _need_steps(metrics)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = _figure()
         draw(figure.subplots(), metrics, *arguments)
     return figure
@@ -206,11 +280,22 @@ def _draw_learning(axes: Axes, metrics: Sequence[Record], evaluation: Record | N
     margin = 0.06 * (highest - lowest) or 0.1
     axes.set_ylim(lowest - margin, highest + 2 * margin)
     _label_levels(axes, levels)
+    _mark_stages(axes, metrics)
     axes.set_title("Bits per byte")
     axes.set_xlabel("training tokens")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
     axes.legend(loc="upper center", fontsize=8.5)
+
+
+def _mark_stages(axes: Axes, metrics: Sequence[Record]) -> None:
+    """A dotted line where each stage but the first begins."""
+    for at in stage_starts(metrics):
+        axes.axvline(metrics[at - 1]["tokens"], color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+        axes.text(
+            *(metrics[at - 1]["tokens"], 0.985, f" stage {metrics[at]['stage']}"),
+            transform=axes.get_xaxis_transform(), fontsize=7.5, color=GREY, va="top",
+        )
 
 
 def _label_levels(axes: Axes, levels: list[tuple[float, str, str]]) -> None:
@@ -249,15 +334,20 @@ def _draw_max_vio(axes: Axes, metrics: Sequence[Record], experts: int, top_k: in
     axes.legend(loc="upper right", fontsize=8)
 
 
-def _draw_load_bands(axes: Axes, bands: Sequence[Record]) -> None:
+def _draw_load_bands(axes: Axes, bands: Sequence[Record], experts: int, top_k: int) -> None:
     steps = [record["step"] for record in bands]
     rows = {key: [record["load_percentiles"][key] for record in bands] for key in ("p5", "p50", "p95")}
     axes.fill_between(steps, rows["p5"], rows["p95"], color=SKY, alpha=0.4, linewidth=0, label="P5 to P95")
     axes.plot(steps, rows["p50"], color=BLUE, linewidth=1.4, label="median expert")
     axes.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label="even load")
+    # Fair dice: a load is close to a normal number around the mean L with variance L (1 - 1/E).
+    spread = [NORMAL_P95 * math.sqrt((1 - 1 / experts) * experts / (size * top_k)) for size in step_tokens(bands)]
+    for sign, label in ((-1, "P5 and P95 of fair dice"), (1, None)):
+        edge = [1 + sign * one for one in spread]
+        axes.plot(steps, edge, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label=label)
     axes.set_ylim(bottom=0)
     axes.set_title("Load of an expert / mean load")
-    axes.legend(loc="upper right", fontsize=8, ncols=3)
+    axes.legend(loc="upper right", fontsize=8, ncols=4)
 
 
 def _draw_rate(axes: Axes, metrics: Sequence[Record]) -> None:

@@ -1,0 +1,153 @@
+"""What a plan will read, take and need on this machine, before any of it is trained: `trine plan`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trine.balance import QuantileBalancing
+from trine.data import Shards
+from trine.data.mixture import MixturePlan
+from trine.model import Model
+from trine.train import machine
+from trine.train.config import TrainConfig, share_text
+from trine.train.loop import build_model, choose_device, open_data, stage_plans, stored_batches
+from trine.train.schedule import Plan, lay_out
+from trine.train.stored import run_path
+from trine.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class StageForecast:
+    """One stage: what it reads, and what it takes here. Times and memory are None when nothing was measured."""
+
+    stage: int
+    length: int
+    steps: int
+    tokens: int
+    step_tokens: int
+    micro_tokens: int
+    recompute: bool
+    mixture: tuple[str, ...]  # in the form that `parse_share` reads; empty: every document
+    epochs: dict[str, float]  # passes over each part of the mixture in this stage
+    epochs_in_all: dict[str, float]  # the same with the stages before
+    long_share: float | None  # of the targets: from documents longer than the rows of the stage before
+    padding_share: float
+    step_seconds: float | None
+    seconds: float | None
+    peak_bytes: int | None  # of the process on a CPU, of its allocations on a card, up to the end of this stage
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A whole plan."""
+
+    stages: tuple[StageForecast, ...]
+    steps: int
+    tokens: int
+    seconds: float | None  # of training; the evaluation at the end is not in it
+    peak_bytes: int | None
+    hardware: dict[str, Any]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return asdict(self)
+
+
+def forecast(config: TrainConfig, *, measure: bool = True) -> Forecast:
+    """Lay a run out and, with ``measure``, time one or two micro-batches of each stage and its memory. Nothing is kept.
+
+    A step's time is that of as many micro-batches as run side by side, times how often they fit into a step, plus an
+    update of the optimizers. Memory is the peak seen while these ran in the order of the stages, which is what a run
+    would reach: a step's other micro-batches reuse it.
+
+    Args:
+        config: the run.
+        measure: run micro-batches; without it only the data is looked at.
+
+    Raises:
+        DataError: no data, a mixture that names nothing, a source that would be read too often.
+        RunError: a card that is not there.
+    """
+    settings = machine.prepare_machine(config.threads)
+    warning = machine.busy_warning() if measure else None
+    with _data(config) as shards:
+        plan = lay_out(config.stages, config.tokens)
+        plans = stage_plans(config, plan, shards)
+        measured = _measure(config, plan, plans, settings["threads"]) if measure else [(None, None)] * len(plan.spans)
+        stages = []
+        for span, rows, (step_seconds, peak) in zip(plan, plans, measured, strict=True):
+            report, stage = rows.report(), span.stage
+            names = [share_text(part) for part in stage.mixture] or ["all documents"]
+            stages.append(
+                StageForecast(
+                    stage=span.index,
+                    length=stage.length,
+                    steps=span.steps,
+                    tokens=span.steps * stage.step_tokens,
+                    step_tokens=stage.step_tokens,
+                    micro_tokens=stage.micro_tokens,
+                    recompute=stage.recompute,
+                    mixture=tuple(share_text(part) for part in stage.mixture),
+                    epochs={name: part.epochs for name, part in zip(names, report.parts, strict=True)},
+                    epochs_in_all={name: part.epochs_in_all for name, part in zip(names, report.parts, strict=True)},
+                    long_share=report.long_share,
+                    padding_share=report.padding_share,
+                    step_seconds=step_seconds,
+                    seconds=None if step_seconds is None else step_seconds * span.steps,
+                    peak_bytes=peak,
+                )
+            )
+        warnings = [*([warning] if warning else []), *(text for rows in plans for text in rows.report().warnings)]
+    return Forecast(
+        stages=tuple(stages),
+        steps=plan.steps,
+        tokens=plan.tokens,
+        seconds=sum(one.seconds or 0.0 for one in stages) if measure else None,
+        peak_bytes=max((one.peak_bytes or 0 for one in stages), default=0) or None,
+        hardware=machine.hardware(),
+        warnings=tuple(warnings),
+    )
+
+
+@contextlib.contextmanager
+def _data(config: TrainConfig) -> Iterator[Shards]:
+    """The run's own data when it exists, else data made for the moment: a plan leaves nothing behind."""
+    folder = run_path(config) / "data"
+    if (folder / "manifest.json").exists():
+        yield open_data(config, folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="trine-plan-") as name:
+        yield open_data(config, Path(name) / "data")
+
+
+def _measure(
+    config: TrainConfig, plan: Plan, plans: list[MixturePlan], threads: int
+) -> list[tuple[float | None, int | None]]:
+    """(seconds a step, peak bytes so far) of each stage."""
+    device = choose_device(config)
+    model: Model = build_model(config, device)
+    trainer = Trainer(
+        *(model, plan, stored_batches(plans), config.optimizer),
+        balancer=QuantileBalancing(config.model_config().top_k),
+        workers=threads,
+    )
+    found: list[tuple[float | None, int | None]] = []
+    for span in plan:
+        some, update = trainer.rehearse(span)
+        together = min(trainer.side_by_side, span.stage.step_tokens // span.stage.micro_tokens)
+        rounds = math.ceil(span.stage.step_tokens / span.stage.micro_tokens / together)
+        found.append((some * rounds + update, _peak(device)))
+    return found
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else machine.peak_memory_bytes()

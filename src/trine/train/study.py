@@ -1,0 +1,224 @@
+"""`trine study curriculum`: does it pay to train short before long, and to change the data with the length?
+
+Three arms see the same number of tokens in steps of the same size, and differ in nothing else but what the name says:
+`staged-mixture` (short rows first, and each longer stage draws a share of its tokens from longer documents), `staged`
+(the same lengths, every document alike), `longest` (the longest rows from the first step on). Each arm is run with
+several seeds; a run that is done is not run again, one that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trine._log import logger
+from trine.data import Shards
+from trine.data._files import write_atomically
+from trine.evals.bits import held_out_bits
+from trine.model import Model
+from trine.train import machine
+from trine.train.config import EvalConfig, TrainConfig, train_preset
+from trine.train.errors import Interrupted, RunError
+from trine.train.loop import choose_device, open_data, train
+from trine.train.rehearse import forecast
+from trine.train.stored import load_run
+from trine.train.study_config import ARMS, LENGTHS, StudyConfig, arm_stages
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RESERVE = 0.85  # of the budget that is planned; evaluations and slow minutes take the rest
+FORMAT_VERSION = 1
+
+
+def run_study(config: StudyConfig, console: Console | None = None) -> dict[str, Any]:
+    """Run what is missing of a study and gather all results.
+
+    Returns:
+        What ``study.json`` in the folder holds: the plan, one result a run, and means and deviations an arm.
+
+    Raises:
+        RunError: the folder holds another study.
+        Interrupted: the same command goes on.
+        DataError: no data.
+    """
+    settings = machine.prepare_machine(config.threads)
+    folder = Path(config.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    say = console.print if console is not None else lambda text: logger.info(text)
+    plan = _planned(config, folder, say)
+    results: list[dict[str, Any]] = []
+    for seed in range(config.seeds):  # all arms of a seed first, so that a study that is stopped can be read
+        for arm in ARMS:
+            done = folder / f"{arm}-{seed}" / "result.json"
+            if not done.exists():
+                say(f"study: {arm}, seed {seed}, {plan['tokens']:,} tokens")
+                _one_run(config, plan, arm, seed, folder, console, settings["threads"])
+            results.append(json.loads(done.read_text(encoding="utf-8")))
+    found = {"format_version": FORMAT_VERSION, **plan, "results": results, "arms": summarise(results)}
+    _write(folder / "study.json", found)
+    return found
+
+
+def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Mean and standard deviation over the seeds of every number of an arm's results (deviation None for one seed)."""
+    arms: dict[str, dict[str, Any]] = {}
+    for arm in dict.fromkeys(one["arm"] for one in results):
+        own = [one for one in results if one["arm"] == arm]
+        arms[arm] = {"seeds": len(own)}
+        for key in ("tokens_per_s", "seconds", "loss"):
+            arms[arm][key] = _spread([one[key] for one in own])
+        for key in ("bits_by_context", "recall_by_length"):
+            names = list(dict.fromkeys(name for one in own for name in one.get(key, {})))
+            arms[arm][key] = {name: _spread([one[key][name] for one in own if name in one[key]]) for name in names}
+    return arms
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    return {
+        "mean": statistics.fmean(values),
+        "deviation": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def _planned(config: StudyConfig, folder: Path, say: Any) -> dict[str, Any]:
+    """The study's plan as it was first made, so that its runs see the same tokens whenever they are run."""
+    wanted = {key: value for key, value in asdict(config).items() if key in ("preset", "longest", "source")}
+    path = folder / "plan.json"
+    if path.exists():
+        plan = dict(json.loads(path.read_text(encoding="utf-8")))
+        for key, value in wanted.items():
+            if plan["config"][key] != value:
+                raise RunError(
+                    f"{folder}: holds a study with {key} {plan['config'][key]!r}, "
+                    f"found {value!r}; need another --folder"
+                )
+        if config.tokens and config.tokens != plan["tokens"]:
+            raise RunError(
+                f"{folder}: holds a study of {plan['tokens']} tokens a run, found {config.tokens}; "
+                "need another --folder"
+            )
+        return plan
+    tokens = config.tokens
+    if not tokens:
+        say("study: measuring how many tokens fit")
+        pace = {}
+        for arm in ARMS:
+            probe = dataclasses.replace(_run_config(config, arm, 0, folder, 1_000_000), device=config.device)
+            seen = forecast(dataclasses.replace(probe, allow_repeats=True))
+            pace[arm] = (seen.seconds or 0.0) / seen.tokens
+        per_run = RESERVE * 60 * config.budget / config.seeds / sum(pace.values())
+        tokens = max(config.longest, int(per_run) // config.longest * config.longest)
+    plan = {
+        "config": wanted,
+        "tokens": tokens,
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    _write(path, plan)
+    return plan
+
+
+def _run_config(config: StudyConfig, arm: str, seed: int, folder: Path, tokens: int) -> TrainConfig:
+    base = train_preset(config.preset)
+    data = dataclasses.replace(base.data, source=config.source or base.data.source)
+    return dataclasses.replace(
+        base,
+        run=f"{arm}-{seed}",
+        runs=str(folder),
+        seed=seed,
+        tokens=tokens,
+        stages=arm_stages(arm, config.longest),
+        data=data,
+        eval=EvalConfig(run=False),
+        device=config.device,
+        threads=config.threads,
+        checkpoint_every=50,
+        keep=1,
+        allow_repeats=True,
+    )
+
+
+def _one_run(
+    config: StudyConfig,
+    plan: Mapping[str, Any],
+    arm: str,
+    seed: int,
+    folder: Path,
+    console: Console | None,
+    threads: int,
+) -> None:
+    """Train one arm with one seed, measure it, and write its ``result.json``."""
+    run = folder / f"{arm}-{seed}"
+    wanted = _run_config(config, arm, seed, folder, plan["tokens"])
+    wanted = dataclasses.replace(wanted, resume=(run / "run.json").exists())
+    shared = folder / "data"
+    if not (shared / "manifest.json").exists():
+        open_data(wanted, shared)
+    if not (run / "data").exists():
+        _link_data(shared, run / "data")
+    began = time.perf_counter()
+    try:
+        train(wanted, console)
+    except Interrupted as error:
+        raise Interrupted(f"{str(error).partition(';')[0]}; go on with the same `trine study` command") from None
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    seconds = sum(line["seconds"] for line in lines)
+    stored = load_run(run, device=choose_device(wanted))
+    result = {
+        "arm": arm,
+        "seed": seed,
+        "steps": lines[-1]["step"],
+        "tokens": lines[-1]["tokens"],
+        "seconds": seconds,
+        "tokens_per_s": lines[-1]["tokens"] / seconds,
+        "loss": statistics.fmean(line["loss"] for line in lines[-10:] if line["loss"] is not None),
+        "seconds_by_stage": _by_stage(lines),
+        **measure(stored.model, Shards.open(run / "data"), config.longest),
+        "threads": threads,
+        "in_all_seconds": round(time.perf_counter() - began, 1),
+    }
+    _write(run / "result.json", result)
+
+
+def measure(model: Model, shards: Shards, longest: int) -> dict[str, Any]:
+    """Held-out bits per byte with contexts from the shortest row to the longest: what a longer context is worth."""
+    bits = {}
+    for context in (length for length in LENGTHS if length <= longest):
+        report = held_out_bits(model, shards, context=context, tokens_per_call=max(4096, context))
+        bits[str(context)] = report.bits_per_byte if report.bits_per_byte is not None else report.bits_per_byte_all
+    return {"bits_by_context": bits}
+
+
+def _by_stage(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    stages = sorted({line["stage"] for line in lines})
+    return [sum(line["seconds"] for line in lines if line["stage"] == stage) for stage in stages]
+
+
+def _link_data(source: Path, target: Path) -> None:
+    """The same data for another run, without a copy where the file system has links."""
+    temporary = target.with_name(f".data-{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(source, temporary, copy_function=_link_or_copy)
+    temporary.rename(target)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())

@@ -1,0 +1,106 @@
+"""The curriculum study on one page: a table an arm, a picture, and what was run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trine.data._files import write_atomically
+from trine.views import figures
+from trine.views.report import duration
+from trine.views.tables import Row, markdown, terminal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ARM_WORDS = {
+    "staged-mixture": "staged, longer documents in longer stages",
+    "staged": "staged, every document alike",
+    "longest": "longest rows from the start",
+}
+
+
+def study_headings(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of the study's table: one column a context length, one a length of recall."""
+    bits, recall = _columns(found)
+    return (
+        "arm",
+        *(f"bits/byte, context {int(one):,}" for one in bits),
+        *(f"recall, {int(one):,} tokens" for one in recall),
+        "training loss",
+        "tokens/s",
+        "time of a run",
+    )
+
+
+def study_rows(found: Mapping[str, Any]) -> list[Row]:
+    """One row an arm: mean over the seeds, with the standard deviation where there are several."""
+    bits, recall = _columns(found)
+    rows: list[Row] = []
+    for arm, values in found["arms"].items():
+        rows.append(
+            (
+                ARM_WORDS.get(arm, arm),
+                *(_number(values["bits_by_context"].get(one), 3) for one in bits),
+                *(_percent(values["recall_by_length"].get(one)) for one in recall),
+                _number(values["loss"], 3),
+                _number(values["tokens_per_s"], 0),
+                duration(values["seconds"]["mean"]),
+            )
+        )
+    return rows
+
+
+def study_table(found: Mapping[str, Any]) -> Table:
+    """What `trine study curriculum` shows at the end."""
+    return terminal(study_headings(found), study_rows(found), _note(found))
+
+
+def write_study(found: Mapping[str, Any], folder: Path) -> Path:
+    """Write ``study.md`` and ``study.png`` into ``folder`` from what ``study.json`` holds; returns the page."""
+    figures.save(figures.study(found["arms"], ARM_WORDS), folder / "study.png")
+    hardware = found["hardware"]
+    where = hardware["gpus"][0]["name"] if hardware.get("gpus") else f"{hardware['cpu']}, {hardware['cores']} cores"
+    lines = [
+        "# Curriculum study",
+        _note(found),
+        markdown(study_headings(found), study_rows(found)),
+        "![Bits per byte by context, and speed](study.png)",
+        f"Run on {where}, torch {found['versions'].get('torch', '?')}, begun {found['started']}. Every run is a folder "
+        "beside this page; `study.json` holds all results.",
+    ]
+    path = folder / "study.md"
+    write_atomically(path, ("\n\n".join(lines) + "\n").encode())
+    return path
+
+
+def _note(found: Mapping[str, Any]) -> str:
+    seeds = max(arm["seeds"] for arm in found["arms"].values())
+    longest = found["config"]["longest"]
+    return (
+        f"Preset {found['config']['preset']}, {found['tokens']:,} tokens a run in steps of {longest:,}, {seeds} seeds: "
+        "mean (standard deviation). Bits per byte of held-out files, read with contexts of several lengths."
+    )
+
+
+def _columns(found: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    arms = found["arms"].values()
+    bits, recall = (
+        {name for arm in arms for name in arm.get(key, {})} for key in ("bits_by_context", "recall_by_length")
+    )
+    return sorted(bits, key=int), sorted(recall, key=int)
+
+
+def _number(value: Mapping[str, Any] | None, digits: int) -> str:
+    if value is None:
+        return "-"
+    deviation = "" if value["deviation"] is None else f" ({value['deviation']:,.{digits}f})"
+    return f"{value['mean']:,.{digits}f}{deviation}"
+
+
+def _percent(value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "-"
+    deviation = "" if value["deviation"] is None else f" ({100 * value['deviation']:.0f})"
+    return f"{100 * value['mean']:.0f} %{deviation}"
