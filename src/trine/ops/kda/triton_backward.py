@@ -22,7 +22,7 @@ from trine.ops._errors import error_words
 from trine.ops.kda.triton_backward_gradients import gradient_kernel
 from trine.ops.kda.triton_backward_pairs import finish_kernel, pair_kernel
 from trine.ops.kda.triton_backward_scan import join_kernel, scan_kernel, segment_kernel
-from trine.ops.kda.triton_config import CHUNK, LOG2E, anchor, choose, segment_length
+from trine.ops.kda.triton_config import CHUNK, LOG2E, Config, anchor, choose, segment_length
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
 from trine.ops.kda.triton_prepare import Factors, even_rows, make_problem, prepare
 
@@ -101,6 +101,13 @@ def choose_backward(dtype: torch.dtype, K: int, V: int, heads: int = 0) -> Backw
         pairs=Options(num_warps=1, num_stages=3),
         gradient=Options(num_warps=4, num_stages=3),
     )
+
+
+@cache
+def factor_config(heads: int, K: int, V: int, dtype: torch.dtype, value_dtype: torch.dtype, bounded: bool) -> Config:
+    """How the backward makes the factors: all in its operands' dtype. Cached, as configurations compare by identity."""
+    chosen = choose(heads, K, V, dtype, value_dtype, bounded, "serial,bf16")
+    return replace(chosen, value=chosen.factor)
 
 
 @dataclass(frozen=True)
@@ -261,11 +268,10 @@ def kda_backward(
         # A strength of 0 becomes 2^-24, which does not show beside 1, so that its gradient may divide by it.
         beta = torch.where(beta.abs() < 2.0**-24, 2.0**-24, beta)
     if factors is None:
-        chosen = choose(HV, K, V, q.dtype, v.dtype, qk_norm, "serial,bf16")
         problem = make_problem(
             *(q, k, v, gate, beta),
             a_log=rate, dt_bias=bias, lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit,
-            beta_max=beta_max, scale=scale, cu_seqlens=cu, config=replace(chosen, value=chosen.factor),
+            beta_max=beta_max, scale=scale, cu_seqlens=cu, config=factor_config(HV, K, V, q.dtype, v.dtype, qk_norm),
             error=None if cu is None else error_words(device),
         )  # fmt: skip
         factors = prepare(problem)
