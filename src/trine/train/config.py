@@ -242,6 +242,15 @@ OPERATIONAL = frozenset(
 _LATER = {"mixture": [], "more": [], "qk_clip": 0.0, "mtp": 0.0, "model.mtp": False, "on_spike": "continue"}
 
 
+def _typed(kind: Any, value: Any, name: str) -> Any:
+    """``value`` when it is a ``kind``; whole numbers serve as floats, but booleans are no numbers."""
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    _need(fits, name, value, f"a value of type {getattr(kind, '__name__', kind)}")
+    return value
+
+
 def _model_change(text: str) -> tuple[str, Any]:
     """``"width=96"`` as (name, value), with the value checked against the type of that field of `ModelConfig`."""
     name, equals, value = text.partition("=")
@@ -430,15 +439,6 @@ def _share(value: Any, name: str) -> SourceShare:
     _need("source" in table, f"{name}.source", None, "the name of a source")
     first = SourceShare(_typed(str, table["source"], f"{name}.source"))
     return typing.cast(SourceShare, _merge(first, table, f"{name}."))
-
-
-def _typed(kind: Any, value: Any, name: str) -> Any:
-    """``value`` when it is a ``kind``; whole numbers serve as floats, but booleans are no numbers."""
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    _need(fits, name, value, f"a value of type {getattr(kind, '__name__', kind)}")
-    return value
 
 
 def trajectory(config: TrainConfig) -> dict[str, Any]:

@@ -16,13 +16,15 @@ from trine._log import logger
 from trine.balance import QuantileBalancing
 from trine.config import to_dict
 from trine.data import Batch, Shards, prepare
+from trine.data.generated import RECALL, RecallRows, open_recall
 from trine.data.mixture import MixturePlan
 from trine.model import Model
 from trine.train import machine
 from trine.train.callbacks import Callback, SaveEvery, WriteMetrics
 from trine.train.config import Stage, TrainConfig, config_hash, first_difference, train_to_dict
 from trine.train.errors import Interrupted, RunError
-from trine.train.finish import evaluate, write
+from trine.train.finish import evaluate, short_measure, store_evaluation, write
+from trine.train.guard import ShortGuard
 from trine.train.progress import ShowProgress
 from trine.train.run_folder import RunFolder
 from trine.train.schedule import Plan, StageSpan, lay_out
@@ -81,15 +83,19 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
         shards = open_data(config, path / "data")
         say(f"data: {_in_words(shards)}, ready in {time.perf_counter() - began:.0f} s")
         plan = lay_out(config.stages, config.tokens)
-        plans = stage_plans(config, plan, shards)
-        for line in (line for rows in plans for line in rows.report().warnings):
-            say(f"[yellow]warning:[/] {line}")
+        if config.data.source == RECALL:
+            batches = recall_batches(config, plan, shards)
+        else:
+            plans = stage_plans(config, plan, shards)
+            for line in (line for rows in plans for line in rows.report().warnings):
+                say(f"[yellow]warning:[/] {line}")
+            batches = stored_batches(plans)
         model = build_model(config, choose_device(config))
         trainer = Trainer(
-            *(model, plan, stored_batches(plans), config.optimizer),
+            *(model, plan, batches, config.optimizer),
             balancer=QuantileBalancing(config.model_config().top_k),
             folder=folder,
-            callbacks=_callbacks(config, path, console, callbacks),
+            callbacks=[*_callbacks(config, path, console, callbacks), *_short_guard(plan, shards)],
             keep=config.keep,
             identity={"config": config_hash(config), "data": shards.hash},
             workers=settings["threads"],
@@ -110,9 +116,12 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
         seconds = time.perf_counter() - began
         evaluation, sample = None, None
         if config.eval.run:
-            say("evaluating on held-out documents")
-            evaluation = evaluate(model, shards, config.eval, threads=settings["threads"])
-            folder.write_json("eval.json", {"step": trainer.step, **evaluation})
+            say("evaluating on held-out documents and tasks")
+            stages = [stage.length for stage in config.stages]
+            evaluation = evaluate(
+                model, shards, config.eval, threads=settings["threads"], stages=stages, console=console
+            )
+            store_evaluation(path, trainer.step, evaluation)
             if config.eval.sample_tokens:
                 sample = write(model, shards.tokenizer, config.eval.prompt, config.eval.sample_tokens, config.seed)
                 folder.write_text("sample.txt", sample + "\n")
@@ -151,6 +160,8 @@ def open_data(config: TrainConfig, folder: Path) -> Shards:
     Raises:
         DataError: no data, or other data in the folder.
     """
+    if config.data.source == RECALL:
+        return open_recall(folder)
     sources = [config.data.source, *config.data.more]
     return prepare(folder, sources, config.model_config().vocab_size, config.data.held_out_one_in)
 
@@ -238,6 +249,31 @@ def stored_batches(plans: Sequence[MixturePlan]) -> Batches:
         return more[span.index].micro_batches(step - span.steps)
 
     return batches
+
+
+def recall_batches(config: TrainConfig, plan: Plan, shards: Shards) -> Batches:
+    """The trainer's source of batches for symbol-level recall: made while they are read, as many as are asked for."""
+    rows = [
+        RecallRows(
+            *(shards.tokenizer, span.stage.length, span.stage.step_tokens, span.stage.micro_tokens, config.seed),
+            stage=span.index,
+            shorter=tuple(dict.fromkeys(earlier.stage.length for earlier in plan.spans[: span.index])),
+        )
+        for span in plan
+    ]
+
+    def batches(span: StageSpan, step: int) -> Sequence[Batch]:
+        return rows[span.index].micro_batches(step)
+
+    return batches
+
+
+def _short_guard(plan: Plan, shards: Shards) -> list[Callback]:
+    """What watches the shortest length while others are trained, when there is something held out to measure on."""
+    if len(plan.spans) < 2 or not shards.select("held_out").size:
+        return []
+    length = min(span.stage.length for span in plan)
+    return [ShortGuard(*short_measure(shards, length), length)]
 
 
 def choose_device(config: TrainConfig) -> torch.device:

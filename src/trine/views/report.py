@@ -13,6 +13,7 @@ from trine.config import from_dict
 from trine.data._files import write_atomically
 from trine.model import info
 from trine.views import figures
+from trine.views.report_eval import evaluation_figures, evaluation_sections
 from trine.views.tables import (
     EVALUATION_HEADINGS,
     MODEL_HEADINGS,
@@ -54,12 +55,14 @@ def write_report(run: str | Path) -> Path:
     evaluation = _read_json(folder / "eval.json")
     sample = folder / "sample.txt"
     facts = info(from_dict(record["model"]))
+    events = read_lines(folder / "events.jsonl")
     plots = _draw(folder, record, metrics, evaluation, facts)
     sections = [
         f"# {folder.name}",
         summary_line(record, metrics, facts),
         _picture("The run at a glance", plots["overview"]),
         _result(evaluation),
+        *evaluation_sections(evaluation or {}, events, plots),
         _writing(sample.read_text(encoding="utf-8") if sample.exists() else None),
         _balance(metrics, record["model"], plots["load"]),
         _training(metrics, plots),
@@ -153,6 +156,8 @@ def _draw(
         "load": figures.expert_load(metrics, experts, top_k),
         "optimizer": figures.optimizer(metrics),
     }
+    stages = [span["stage"]["length"] for span in record["plan"]]
+    drawn |= evaluation_figures(evaluation or {}, stages)
     (folder / "plots").mkdir(exist_ok=True)
     for name, figure in drawn.items():
         figures.save(figure, folder / "plots" / f"{name}.png")
@@ -162,6 +167,8 @@ def _draw(
 def _result(evaluation: Record | None) -> str:
     if evaluation is None:
         return "## Held-out text\n\nNot evaluated: the run has not reached its end."
+    if not evaluation.get("baselines"):
+        return ""
     table = markdown(EVALUATION_HEADINGS, evaluation_rows(evaluation))
     note = evaluation_note(evaluation)
     return (

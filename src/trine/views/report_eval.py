@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
 from trine.views import figures_eval
 from trine.views.figures import short_count
-from trine.views.tables import Row, markdown
+from trine.views.tables import Row, evaluation_table, markdown, terminal
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Record = Mapping[str, Any]
 
@@ -84,6 +87,23 @@ def evaluation_sections(evaluation: Record, events: Sequence[Record], plots: Map
     if inside:
         sections.append("## Inside\n\nOn one batch of held-out text." + inside)
     return sections
+
+
+def evaluation_tables(evaluation: Record) -> list[Table]:
+    """What a terminal shows of an evaluation; nothing of none."""
+    tables = []
+    if evaluation.get("baselines"):
+        tables.append(evaluation_table(evaluation))
+    sources = source_rows(evaluation)
+    if len(sources) > 1:
+        tables.append(terminal(SOURCE_HEADINGS, sources))
+    if evaluation.get("recall"):
+        tables.append(terminal(RECALL_HEADINGS, recall_rows(evaluation["recall"])))
+    families = (evaluation.get("tasks") or {}).get("families")
+    if families:
+        caption = "whole answers right, mean over depths; evidence gap in nats a token"
+        tables.append(terminal(*task_rows(families), caption))
+    return tables
 
 
 def source_rows(evaluation: Record) -> list[Row]:
