@@ -46,6 +46,7 @@ def test_same_bits_as_one_thread(tiny_config: Tiny, count: int, threads: int, re
         for name, parameter in model.named_parameters():
             assert (parameter.grad is None) == (expected[name] is None), name
             assert parameter.grad is None or torch.equal(parameter.grad, expected[name]), name
+            assert parameter.grad is None or parameter.grad.stride() == parameter.stride(), name
         assert torch.equal(model.router_stats.counts, counts)
 
 

@@ -81,7 +81,10 @@ class Workers:
             loss, _ = replica.loss(batch)
             if weight == 0:
                 return loss.detach().double(), [None] * len(self._parameters)
-            return loss.detach().double(), torch.autograd.grad(loss / weight, self._parameters, allow_unused=True)
+            gradients = torch.autograd.grad(loss / weight, self._parameters, allow_unused=True)
+            # Laid out as their parameters are: the fused AdamW walks both in memory order, whatever their strides, and
+            # would otherwise give each element another one's gradient.
+            return loss.detach().double(), [None if one is None else one.contiguous() for one in gradients]
         finally:
             self._idle.put(replica)
 
