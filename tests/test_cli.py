@@ -48,7 +48,7 @@ PRESETS = "smoke, laptop, 130m, 400m, 1b, k3"
 # A command line that is wrong, what stderr says (all of it), and the exit code. None of them leaves a file behind.
 MISTAKES = [
     ("trian", "trine: no verb 'trian'; did you mean train?", 2),
-    ("xyz", "trine: no verb 'xyz'; need one of train, generate, eval, info, doctor", 2),
+    ("xyz", f"trine: no verb 'xyz'; need one of {', '.join(cli.VERBS)}", 2),
     ("train --tokns 5", "trine train: no option --tokns; did you mean --tokens? (see trine train --help)", 2),
     ("train --tokns=5", "trine train: no option --tokns; did you mean --tokens? (see trine train --help)", 2),
     (
