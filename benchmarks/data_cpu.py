@@ -6,8 +6,8 @@
   warm. `library` is `tokenizers`' own batch call on all cores. The note has megabytes a second.
 - `plan`: a packing plan, and a mixture plan of two parts over three stages, of synthetic documents whose lengths are
   log-normal, on one core. `--tokens` is their sum.
-- `loader`: micro-batches of one step of the laptop plan and of one of long rows; the note has the share of a step of the
-  laptop run, which takes seconds.
+- `loader`: the wait for one step's micro-batches, of the laptop plan's sizes and of long rows; the note has tokens a
+  second.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def plans(tokens: int, quiet: bool) -> list[common.Record]:
         record(f"plan {tokens} tokens rows {length}", taken, note)
     mixture = (SourceShare("a", 0.7, end=0.4), SourceShare("b", 0.3, end=0.6))
     before: list[MixturePlan] = []
+    step = 1 << 18
     for stage, (length, share) in enumerate([(8192, 0.5), (65536, 0.25), (1 << 18, 0.1)]):
-        step = 1 << 18
         taken = seconds(
             lambda length=length, share=share, stage=stage: before.append(
                 MixturePlan(

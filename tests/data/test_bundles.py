@@ -14,7 +14,8 @@ from trine.data.bundles import HEADER, ask, bundle, in_order
 
 TREE = {
     "pkg/__init__.py": "from .core import run\n",
-    "pkg/core.py": "import os\nfrom pkg.util import helper, LIMIT\nfrom . import zeta\n\ndef run():\n    return helper()\n",
+    "pkg/core.py": "import os\nfrom pkg.util import helper, LIMIT\nfrom . import zeta\n\n"
+    "def run():\n    return helper()\n",
     "pkg/util.py": "LIMIT_OF_ALL = 17\n\ndef helper():\n    return LIMIT_OF_ALL\n",
     "pkg/zeta.py": "from .alpha import thing\n",
     "pkg/alpha.py": "from .zeta import other\n",

@@ -126,6 +126,6 @@ def test_sources_that_name_nothing_and_recipes_that_lie_are_refused(tmp_path: Pa
     with pytest.raises(DataError, match="no source named"):
         prepare(tmp_path / "data", [])
     lie = Recipe("tasks", {"kind": "made", "seed": "4"}, lambda: _tasks(3))
-    with pytest.raises(DataError, match="source tasks: its recipe made tasks from {'kind': 'made', 'seed': '3'}"):
+    with pytest.raises(DataError, match=r"source tasks: its recipe made tasks from \{'kind': 'made', 'seed': '3'\}"):
         prepare(tmp_path / "data", lie)
     assert not (tmp_path / "data").exists()

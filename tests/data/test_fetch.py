@@ -27,10 +27,11 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tools.mkdir()
     packages.mkdir()
     scripts = {
-        "apt-cache": f'for p in {packages}/*; do n=$(basename $p); echo "$n" | grep -Eq "$3" && echo "$n - text"; done; :',
+        "apt-cache": f"for p in {packages}/*; do n=$(basename $p); "
+        'echo "$n" | grep -Eq "$3" && echo "$n - text"; done; :',
         "apt-get": f'test -e {packages}/$2/BROKEN && {{ echo one; echo "E: no network" >&2; exit 100; }}; '
         f"echo {packages}/$2 > $2_1_all.deb",
-        "dpkg-deb": 'p=$(cat $2); case $1 in -f) cat $p/VERSION;; -x) cp -a $p/. $3; rm $3/VERSION;; esac',
+        "dpkg-deb": "p=$(cat $2); case $1 in -f) cat $p/VERSION;; -x) cp -a $p/. $3; rm $3/VERSION;; esac",
     }
     for name, script in scripts.items():
         (tools / name).write_text(f"#!/bin/sh\n{script}\n")

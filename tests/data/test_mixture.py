@@ -275,9 +275,7 @@ def test_too_few_long_documents_in_a_later_stage_are_a_warning(two: Shards) -> N
 
 def test_a_part_without_a_row_is_a_warning(two: Shards) -> None:
     plan = _plan(two, SourceShare("short", 1e-6), SourceShare("long"), steps=2)
-    assert plan.report().warnings == (
-        "stage 0: mixture part short gets none of the 8 rows; its share is too small",
-    )
+    assert plan.report().warnings == ("stage 0: mixture part short gets none of the 8 rows; its share is too small",)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

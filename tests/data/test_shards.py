@@ -117,7 +117,10 @@ def _too_large(tokens: np.ndarray) -> np.ndarray:
     ("damage", "message"),
     [
         (_truncate, r"tokens\.npy: \d+ bytes, the manifest says \d+ \(truncated or changed\)"),
-        (_flip, r"tokens\.npy: checksum differs from the manifest \(corrupt\); the first block that differs begins at byte 0$"),
+        (
+            _flip,
+            r"checksum differs from the manifest \(corrupt\); the first block that differs begins at byte 0$",
+        ),
         (lambda f: (f / "offsets.npy").unlink(), r"offsets\.npy: missing"),
         (lambda f: (f / "manifest.json").unlink(), r"has no manifest\.json \(half-written, or no shard folder\)"),
         (lambda f: (f / "manifest.json").write_text("{"), r"manifest\.json: is not JSON"),
@@ -206,7 +209,9 @@ def _weighted(tokenizer: Tokenizer, folder: Path) -> tuple[Shards, str]:
 
 def test_weights_follow_the_characters_they_were_given_for(tokenizer: Tokenizer, tmp_path: Path) -> None:
     shards, text = _weighted(tokenizer, tmp_path)
-    assert shards.weights is not None and isinstance(shards.weights, np.memmap) and shards.manifest["format_version"] == 2
+    assert (
+        shards.weights is not None and isinstance(shards.weights, np.memmap) and shards.manifest["format_version"] == 2
+    )
     answer = len(text[: text.index("qober")].encode())
     for document, text_of in ((0, text), (1, text + "x1")):
         ids = shards.stream(document)[1:]
@@ -242,7 +247,10 @@ def test_a_batch_has_the_weights_and_counts_only_weighted_bytes(tokenizer: Token
 def test_damaged_weights_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
     folder = _weighted(tokenizer, tmp_path)[0].folder
     for make, message in [
-        (lambda w: np.where(np.arange(w.size) == 3, np.float16(np.nan), w), r"weights\.npy: weight 3 is nan, need 0 or"),
+        (
+            lambda w: np.where(np.arange(w.size) == 3, np.float16(np.nan), w),
+            r"weights\.npy: weight 3 is nan, need 0 or",
+        ),
         (lambda w: w.astype(np.float32), r"weights\.npy: found shape .* float32, need float16 for \d+ tokens"),
         (lambda w: w[:-1].astype(np.float16), r"weights\.npy: found shape"),
     ]:
@@ -254,7 +262,9 @@ def test_damaged_weights_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None
         Shards.open(folder)
 
 
-@pytest.mark.parametrize("span", [(0, 0, 1.0), (2, 1, 1.0), (0, 8, 1.0), (-1, 2, 1.0), (0, 1, -0.5), (0, 1, float("nan"))])
+@pytest.mark.parametrize(
+    "span", [(0, 0, 1.0), (2, 1, 1.0), (0, 8, 1.0), (-1, 2, 1.0), (0, 1, -0.5), (0, 1, float("nan"))]
+)
 def test_weights_that_lie_nowhere_are_refused(span: tuple[int, int, float]) -> None:
     with pytest.raises(DataError, match=r"source s: n has weight .* at characters .*, need a weight from 0 to 65504"):
         Document.make("s", "n", "a text", licence="MIT", weights=[span])

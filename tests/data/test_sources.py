@@ -145,7 +145,9 @@ def test_file_that_cannot_be_read_is_dropped_and_counted(tmp_path: Path, monkeyp
 
 
 def test_unknown_source_is_named() -> None:
-    with pytest.raises(DataError, match="data source nowhere: neither 'stdlib', nor a name in the store.*, nor an existing path"):
+    with pytest.raises(
+        DataError, match=r"data source nowhere: neither 'stdlib', nor a name in the store.*, nor an existing path"
+    ):
         load_source("nowhere")
 
 

@@ -89,14 +89,24 @@ def test_a_file_that_vanished_or_changed_is_named(here: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "paths", "changes", "message"),
     [
-        ("stdlib", ["texts"], {}, "source 'stdlib': need a name of letters, digits, '.', '_' and '-' other than stdlib"),
+        (
+            "stdlib",
+            ["texts"],
+            {},
+            "source 'stdlib': need a name of letters, digits, '.', '_' and '-' other than stdlib",
+        ),
         ("a/b", ["texts"], {}, "source 'a/b': need a name of letters"),
         ("*", ["texts"], {}, r"source '\*': need a name of letters"),
         ("x", [], {}, "source x: found no path, need at least one"),
         ("x", ["absent"], {}, "source x: absent does not exist"),
         ("x", ["empty"], {}, r"source x: no documents \(0 dropped\)"),
         ("x", ["texts/c.bin"], {}, r"source x: no documents \(1 dropped\)"),
-        ("x", ["texts", "r.jsonl"], {}, "source x: found files of the kinds jsonl, text, need one; name each by itself"),
+        (
+            "x",
+            ["texts", "r.jsonl"],
+            {},
+            "source x: found files of the kinds jsonl, text, need one; name each by itself",
+        ),
         ("x", ["r.jsonl"], {"column": "body"}, r"source x: no documents \(1 dropped\)"),
     ],
 )
@@ -158,12 +168,14 @@ def test_a_damaged_entry_is_named(here: Path, content: str | None, message: str)
 
 
 def test_what_is_not_there_is_named_with_what_is(here: Path) -> None:
-    with pytest.raises(DataError, match="^data source nothing: neither 'stdlib', nor a name in the store, nor an exist"):
+    with pytest.raises(
+        DataError, match=r"^data source nothing: neither 'stdlib', nor a name in the store, nor an exist"
+    ):
         load_source("nothing")
     add("mine", ["texts"])
     with pytest.raises(DataError, match=r"nor a name in the store \(mine\), nor an existing path$"):
         load_source("nothing")
-    with pytest.raises(DataError, match="^store data: has no source nothing$"):
+    with pytest.raises(DataError, match=r"^store data: has no source nothing$"):
         stored("nothing")
 
 

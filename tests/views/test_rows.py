@@ -55,7 +55,7 @@ def test_weights_are_styles(shards: Shards) -> None:
     console = Console(width=100, force_terminal=True, color_system="standard", record=True, file=io.StringIO())
     console.print(rows_view(_plan(shards).micro_batches(0)[1:], shards))
     shown = console.export_text(styles=True)
-    assert "\x1b[4m42\x1b[0m" in shown and "\x1b[2msecond text" in shown
+    assert "\x1b[4m42\x1b[0m" in shown and "\x1b[2msecond text, a longer" in shown
 
 
 def test_parts_of_a_mixture_in_a_table(shards: Shards) -> None:

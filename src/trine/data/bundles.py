@@ -1,8 +1,8 @@
 """Repository bundles: a whole subtree of a code tree as one document, so that a long context has something to find.
 
 Files stand in the order in which a reader could understand them: a Python module after those it imports (a cycle is
-cut where the walk comes back), all others by path. Each has a header with its path. At the end may stand questions whose answers lie
-far apart: where a function is defined, which file imports a module, what value a constant has.
+cut where the walk comes back), all others by path. Each has a header with its path. At the end may stand questions
+whose answers lie far apart: where something is defined, which file uses it, which value a constant has.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def in_order(texts: Mapping[str, str]) -> list[str]:
     for path in texts:
         if path.endswith(".py"):
             dotted = path[:-3].replace("/", ".").removesuffix(".__init__")
-            # A tree may be read from above its packages or from inside one: every ending of the dotted name may be meant.
+            # A tree may be read from above its packages or from inside one: any ending of the dotted name may be meant.
             parts = dotted.split(".")
             for i in range(len(parts)):
                 module_of.setdefault(".".join(parts[i:]), path)

@@ -22,7 +22,7 @@ class Recipe:
 
     Attributes:
         source: name of the source.
-        origin: everything that decides what is made (generator, version, sizes, seed); a change of it is another source.
+        origin: everything that decides what is made (generator, version, sizes, seed); another one is another source.
         make: gives the documents' corpus; its ``source`` and ``origin`` must be these.
     """
 
@@ -44,7 +44,8 @@ def prepare(
 ) -> Shards:
     """Open the shards in ``folder``, or build them there: read the sources, learn a vocabulary, tokenise, write.
 
-    An existing folder is used as it is when it holds these sources and vocabulary size; a run never sees its data change.
+    An existing folder is used as it is when it holds these sources and vocabulary size: a run never sees its data
+    change.
 
     Args:
         folder: cache folder, for example ``runs/NAME/data``.

@@ -52,7 +52,7 @@ def near_copy_families(texts: Sequence[str], tied_at: float = TIED_AT, least_sha
         lines = _lines(text)
         weight[i] = sum(map(len, lines))
         hashes.append(np.fromiter(map(hash, lines), dtype=np.int64, count=len(lines)))
-    # Most lines stand in one document alone. Only those whose hash was seen twice are kept, so that a large corpus fits.
+    # Most lines stand in one document alone. Only those whose hash was seen twice are kept: a large corpus must fit.
     value, count = np.unique(np.concatenate([*hashes, np.zeros(0, np.int64)]), return_counts=True)
     repeated = set(value[count > 1].tolist())
     del hashes, value, count

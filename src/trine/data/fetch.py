@@ -139,7 +139,9 @@ def fetch(recipe: str, *, store: str | Path = STORE, replace: bool = False) -> t
         ]
         if not table:
             wanted = ", ".join(package.pattern for package, _ in packages)
-            raise DataError(f"fetch {recipe}: apt-cache knows none of {wanted}; run apt-get update, or add their section")
+            raise DataError(
+                f"fetch {recipe}: apt-cache knows none of {wanted}; run apt-get update, or add their section"
+            )
         if not any(one.files for one in table):
             raise DataError(f"fetch {recipe}: found no text in {', '.join(one.package for one in table)}")
         if place.exists():
@@ -264,13 +266,14 @@ def _plain(name: str, content: bytes) -> tuple[str, bytes]:
     return name, content
 
 
+_BLOCKS = "p div br li ul ol dl dt dd h1 h2 h3 h4 h5 h6 tr table pre section article blockquote hr"
+
+
 class _Text(HTMLParser):
     """Collects what a reader of a page sees."""
 
     HIDDEN = frozenset({"script", "style", "head", "nav", "svg", "footer", "form"})
-    BLOCKS = frozenset(
-        "p div br li ul ol dl dt dd h1 h2 h3 h4 h5 h6 tr table pre section article blockquote hr".split()
-    )
+    BLOCKS = frozenset(_BLOCKS.split())
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

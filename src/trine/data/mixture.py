@@ -147,7 +147,7 @@ class MixturePlan(RowPlan):
 
     Attributes:
         shards, row_length, tokens_per_step, micro_batch_tokens, seed, stage: as in ``PackingPlan``.
-        mixture: the parts; none means every training document, in the order of ``PackingPlan`` when no stage came before.
+        mixture: the parts; none means every training document, as ``PackingPlan`` orders them if no stage came before.
         steps: steps of the stage.
         used_D: int64, targets of each document that this stage reads.
         used_before_D: the same of the stages before.
@@ -171,8 +171,8 @@ class MixturePlan(RowPlan):
 
         Args:
             shards: where the tokens are.
-            mixture: the parts. No document may belong to two of them. A part with source ``"*"`` means every source that
-                no other part names.
+            mixture: the parts. No document may belong to two of them. Source ``"*"`` means every source that no other
+                part names.
             row_length: longest piece, tokens.
             tokens_per_step: positions a step, a multiple of ``micro_batch_tokens``.
             micro_batch_tokens: positions a micro-batch, a multiple of ``row_length``.
@@ -196,13 +196,14 @@ class MixturePlan(RowPlan):
         self.mixture = tuple(mixture)
         self._before_length = before[-1].row_length if before else None
         self._targets_D = np.diff(shards.offsets)
+        self.used_D: NDArray[np.int64] = np.zeros(self._targets_D.size, dtype=np.int64)
         self.used_before_D = np.zeros(self._targets_D.size, dtype=np.int64)
+        # Without a mixture rows come from all over the documents, as ever; they are then not used up one by one.
+        self._in_order: bool = bool(mixture or before)
         read_D = np.zeros(self._targets_D.size, dtype=np.int64)
         for plan in before:
             self.used_before_D += plan.used_D
             read_D += plan.used_D if plan._in_order else -(-plan.used_D // self._targets_D) * self._targets_D
-        # Without a mixture rows come from all over the documents, as ever; they are then not used up one by one.
-        self._in_order = bool(self.mixture or before)
         count = steps * tokens_per_step // row_length
         parts = self.mixture or (SourceShare(OTHERS),)
         self._members = _members(shards, parts)
@@ -329,8 +330,8 @@ class MixturePlan(RowPlan):
         if long_share is not None and self._before_length != self.row_length and long_share < LEAST_LONG:
             found.append(
                 f"stage {self.stage}: {long_share:.0%} of the tokens come from documents longer than the "
-                f"{self._before_length} tokens of the stage before, need {LEAST_LONG:.0%} for rows of {self.row_length} "
-                "to teach more than shorter ones; raise the share of long documents"
+                f"{self._before_length} tokens of the stage before, need {LEAST_LONG:.0%} for rows of "
+                f"{self.row_length} to teach more than shorter ones; raise the share of long documents"
             )
         return found
 

@@ -21,8 +21,8 @@ def read_parquet(name: str, path: Path, column: str = "text") -> Named:
         DataError: ``pyarrow`` is missing, the file is damaged, or has no such column.
     """
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow  # type: ignore
+        import pyarrow.parquet  # type: ignore
     except ImportError as error:
         raise DataError(f"Parquet file {path}: needs pyarrow; pip install 'trine[data]'") from error
     kept: list[tuple[str, bytes]] = []

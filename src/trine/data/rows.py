@@ -61,7 +61,9 @@ class Rows:
         none = np.zeros(0, np.int64)
         counts = np.concatenate([none, *(np.diff(part.bounds_R1) for part in parts)])
         return cls(
-            *(np.concatenate([none, *(getattr(p, name) for p in parts)]) for name in ("document_P", "start_P", "length_P")),
+            np.concatenate([none, *(part.document_P for part in parts)]),
+            np.concatenate([none, *(part.start_P for part in parts)]),
+            np.concatenate([none, *(part.length_P for part in parts)]),
             np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
         )
 

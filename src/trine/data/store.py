@@ -36,10 +36,12 @@ FORMAT_VERSION = 1
 Kind = Literal["auto", "text", "code", "jsonl", "parquet", "bundle"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ENDINGS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-CODE = tuple(
-    ".py .pyi .c .h .cc .cpp .hpp .cu .cuh .rs .go .java .js .ts .tsx .jsx .rb .sh .pl .pm .lua .jl .r .scala .kt .swift "
-    ".hs .ml .el .lisp .clj .sql .S .asm .cmake .mk .toml .cfg .ini .yaml .yml .rst .md .txt Makefile Kconfig".split()
-)
+_CODE = """
+py pyi c h cc cpp hpp cu cuh rs go java js ts tsx jsx rb sh pl pm lua jl r scala kt swift hs ml el lisp clj sql S asm
+cmake mk toml cfg ini yaml yml rst md txt
+"""
+CODE = (*(f".{ending}" for ending in _CODE.split()), "Makefile", "Kconfig")
+"""Endings of the names of files that belong to a code tree."""
 _NOT_CODE = frozenset(
     {"__pycache__", ".git", ".hg", ".svn", "node_modules", ".venv", "venv", ".tox", ".mypy_cache", "dist", "build"}
 )
@@ -208,7 +210,8 @@ def add(
         details: see ``StoredSource``.
 
     Raises:
-        DataError: a name that cannot be or is taken, a path that does not exist, or no documents. Nothing is written then.
+        DataError: a name that cannot be or is taken, a path that does not exist, or no documents. Nothing is then
+            written.
     """
     where = _entry(name, store)
     if where.exists() and not replace:

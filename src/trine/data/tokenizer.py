@@ -100,9 +100,7 @@ class _Words:
             ids = [one.ids for one in self._inner.encode_batch_fast(new, add_special_tokens=False)]
             self._sizes = np.concatenate([self._sizes, np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))])
             more = int(self._sizes.sum()) - self._flat.size
-            self._flat = np.concatenate(
-                [self._flat, np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=more)]
-            )
+            self._flat = np.concatenate([self._flat, np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=more)])
         starts = np.cumsum(self._sizes) - self._sizes
         found = []
         for number in numbers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from rich.console import Group, RenderableType
 from rich.rule import Rule
@@ -33,7 +33,7 @@ def rows_view(batches: Sequence[Batch], shards: Shards, shown: int = SHOWN) -> R
     for m, batch in enumerate(batches):
         pads = sum(int(n) for n in _lengths(batch, padding=True))
         title = f"micro-batch {m}: {batch.tokens} tokens, {len(_lengths(batch))} sequences, {pads} padding"
-        parts.append(Rule(title, align="left"))
+        parts.append(Rule(Text(title), align="left"))
         for n in range(batch.sequences):
             if int(batch.source_N[n]) >= 0:
                 parts += _sequence(batch, n, shards, shown)
@@ -65,12 +65,15 @@ def _sequence(batch: Batch, n: int, shards: Shards, shown: int) -> list[Renderab
 def _text(ids: Sequence[int], weights: Sequence[float | None], shards: Shards, shown: int) -> Text:
     """Tokens as text, styled by their weight as targets; ``None`` for the first, which is none."""
     line = Text()
-    for token, weight in zip(ids, weights, strict=True):
-        style = "" if weight is None or weight == 1 else "dim" if weight == 0 else "underline"
-        if token == shards.tokenizer.eod_id:
-            line.append(END, style="bold magenta")
+    styles = ["" if w is None or w == 1 else "dim" if w == 0 else "underline" for w in weights]
+    eod = shards.tokenizer.eod_id
+    # Neighbours of one style are decoded together: a character can take several tokens.
+    for (end, style), group in groupby(zip(ids, styles, strict=True), key=lambda one: (one[0] == eod, one[1])):
+        tokens = [token for token, _ in group]
+        if end:
+            line.append(END * len(tokens), style="bold magenta")
         else:
-            line.append(shards.tokenizer.token_bytes[token].decode("utf-8", "replace"), style=style)
+            line.append(shards.tokenizer.decode(tokens), style=style)
     if len(line) <= shown:
         return line
     half = max(1, shown // 2)
