@@ -1,0 +1,76 @@
+"""What `trine audit kda` does once its options are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trine._options import Audit
+
+CLEAN, FOUND = 0, 1
+
+
+def run(options: Audit) -> int:
+    """Audit, print and write; returns the exit code: 1 when anything was found.
+
+    Raises:
+        ValueError: an unknown probe or a file whose folder does not exist.
+        OSError: a report cannot be written.
+    """
+    from rich.console import Console
+
+    from trine.decay.audit.adaptors import names, own
+    from trine.decay.audit.examine import FINDING, Verdict
+    from trine.decay.audit.report import as_renderable, save
+    from trine.decay.audit.runner import audit
+
+    console = Console()
+    device = options.device
+    if device != "cpu" and device.partition(":")[0] != "cuda":
+        raise ValueError(f"device: found {device!r}, need cpu or cuda")
+    kind = device.partition(":")[0]
+    if options.list:
+        _list(console, kind)
+        return CLEAN
+    # A long audit should not end in a file that cannot be written.
+    for option in ("json", "markdown", "junit"):
+        name = getattr(options, option)
+        if name and not Path(name).resolve().parent.is_dir():
+            raise ValueError(f"{option}: found no folder {Path(name).parent}, need an existing one")
+    asked = options.target or tuple(own(kind))
+    targets = [t for name in asked for t in (names(kind) if name == "installed" else [name])]
+    progress = Console(stderr=True)
+
+    def tell(target: str, verdict: Verdict) -> None:
+        if verdict.verdict == FINDING and progress.is_terminal:
+            progress.print(f"{target}: {verdict.probe}", style="red", markup=False, highlight=False)
+
+    with progress.status(f"auditing {', '.join(targets)}"):
+        reports = audit(
+            targets, device=device, quick=options.quick, probes=options.probes, timeout=options.timeout or None,
+            jobs=options.jobs, on_verdict=tell,
+        )  # fmt: skip
+    for report in reports:
+        console.print(as_renderable(report))
+    save(reports, options.json, options.markdown, options.junit)
+    return FOUND if any(r.findings for r in reports) else CLEAN
+
+
+def _list(console: object, kind: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from trine.decay.audit.adaptors import ADAPTORS, names
+    from trine.decay.audit.probes import PROBES
+
+    assert isinstance(console, Console)
+    here = names(kind)
+    targets = Table("target", f"runs here on {kind}", box=None, padding=(0, 1))
+    for name in ADAPTORS:
+        targets.add_row(name, "yes" if name in here else "no")
+    probes = Table("probe", "question", box=None, padding=(0, 1))
+    for probe in PROBES:
+        probes.add_row(probe.name, probe.question)
+    console.print(targets)
+    console.print(probes)
