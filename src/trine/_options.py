@@ -98,9 +98,10 @@ class Generate:
 
 @dataclass(frozen=True)
 class Eval:
-    """Bits per byte of a run's newest checkpoint on its held-out files, beside the baselines."""
+    """Measure a run's newest checkpoint: held-out files beside the baselines, positions, tasks. Renews eval.json."""
 
     run: Run  # the run's folder, or its name in runs/
+    lengths: tuple[int, ...] = ()  # tokens of the tasks, the longest also of the positions; none takes the stages'
     json: bool = False  # print JSON instead of a table
 
 
@@ -146,6 +147,14 @@ class Migrate:
     gates_first: float = 0.5  # share of that for the gates alone
     rate: float = 0.1  # of the run's peak learning rates while it recovers
     json: bool = False  # print the report as JSON
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Measure the launch parameters of an operator's kernels on this card; wrong candidates are refused."""
+
+    operator: Annotated[Positional[Literal["kda"]], tyro.conf.arg(metavar="kda")]
+    write: bool = False  # replace the committed table in this installation instead of only printing
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,13 @@ Trains and runs models with the design of Kimi K3.
   compare    what runs were set to differently, and their curves side by side
   study      curriculum: is it worth training short before long? three arms, several seeds
   generate   continue a text with a trained model
-  eval       bits per byte of a run on its held-out files, beside the baselines
+  eval       bits per byte, loss by position, tasks by depth and length: all that is measured of a run
   info       parameters of a preset, part by part, and the memory a sequence takes
   calibrate  which lower bound of the decay gates fits which tile and number format; where gates live
   migrate    softplus-to-bounded: a checkpoint with softplus gates in the bounded form, with a drift report
   audit      probe an implementation of KDA, ours or anyone's, for known faults
   data       sources by name, recipes that fetch text, a look at packed rows
+  tune       measure the launch parameters of the kernels on this card, and refuse wrong ones
   doctor     what this machine offers, with advice
 
 trine VERB --help tells the options of one. Environment: TRINE_LOG=debug|info|warning (default warning).
@@ -124,13 +125,13 @@ def _train(args: list[str]) -> int:
 
     from trine.train.loop import train
     from trine.views.report import next_commands, write_report
-    from trine.views.tables import evaluation_table
+    from trine.views.report_eval import evaluation_tables
 
     console = Console()
     summary = train(plan, console)
     report = write_report(summary.folder)
-    if summary.evaluation is not None:
-        console.print(evaluation_table(summary.evaluation))
+    for table in evaluation_tables(summary.evaluation or {}):
+        console.print(table)
     if summary.sample is not None:
         console.rule("what it writes", align="left")
         console.print(summary.sample, markup=False, highlight=False)
@@ -244,19 +245,21 @@ def _eval(args: list[str]) -> int:
     from trine.train.machine import prepare_machine
 
     settings = prepare_machine()
-    from trine.data import Shards
-    from trine.train.finish import evaluate
-    from trine.train.stored import load_run
+    from rich.console import Console
 
-    run = load_run(folder)
-    shards = Shards.open(folder / "data")
-    result = {"step": run.step, **evaluate(run.model, shards, run.config.eval, threads=settings["threads"])}
+    from trine.train.finish import evaluate_run
+    from trine.views.report import write_report
+    from trine.views.report_eval import evaluation_tables
+
+    console = Console(stderr=options.json)
+    result = evaluate_run(folder, lengths=options.lengths, threads=settings["threads"], console=console)
+    report = write_report(folder)
     if options.json:
         print(json.dumps(result))
     else:
-        from trine.views.tables import evaluation_table
-
-        _show(evaluation_table(result))
+        for table in evaluation_tables(result):
+            console.print(table)
+        console.print(f"report: {report}", markup=False, highlight=False)
     return OK
 
 
@@ -377,6 +380,16 @@ def _audit(args: list[str]) -> int:
     return run(options)
 
 
+def _tune(args: list[str]) -> int:
+    from trine._options import Tune, parse
+
+    options = parse("tune", Tune, args)
+    from trine.ops.kda._choice import tune_kda
+
+    tune_kda(print, write=options.write)
+    return OK
+
+
 def _run_folder(name: str) -> Path:
     """A run given by path, or by its name in runs/.
 
@@ -417,6 +430,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "migrate": _migrate,
     "audit": _audit,
     "data": _data,
+    "tune": _tune,
     "doctor": _doctor,
 }
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from trine.data import Shards, folder_source, write_shards
 from trine.data.generated import open_recall
 from trine.data.tokenizer import Tokenizer
 from trine.model import Model
+from trine.train import finish
 from trine.train.config import EvalConfig
 from trine.train.finish import evaluate, recall_cases, short_measure, store_evaluation, write
 
@@ -74,7 +76,10 @@ def test_everything_is_measured_up_to_the_longest_stage(
     assert stored["tasks"]["families"]["passkey"] == cells
 
 
-def test_a_recall_run_is_measured_by_recall(tmp_path: Path, tiny_config: Callable[..., ModelConfig]) -> None:
+def test_a_recall_run_is_measured_by_recall(
+    tmp_path: Path, tiny_config: Callable[..., ModelConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finish, "evaluate_recall", partial(finish.evaluate_recall, rows=8))
     shards = open_recall(tmp_path / "data")
     model = Model(tiny_config(vocab_size=257))
     found = evaluate(model, shards, EvalConfig(), stages=[32])
