@@ -260,6 +260,11 @@ def test_segments_give_the_same_gradients(segment: int) -> None:
         check(draw(104, sequences=5, regime="slow"), segment=segment, cu_seqlens=cu)
 
 
+def test_segments_of_keys_too_wide_for_one_map() -> None:
+    cu = torch.tensor([0, 99, 100], dtype=torch.int32)
+    check(draw(100, heads=1, key=256, value=32, sequences=2, regime="slow"), segment=32, cu_seqlens=cu)
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_autograd_ties_forward_and_backward(keep: bool) -> None:
     data = draw(40)

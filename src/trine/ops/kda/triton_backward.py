@@ -156,7 +156,7 @@ def variants(config: BackwardConfig, form: _Form) -> Variants:
     precision = "tf32x3" if config.operand == torch.float32 else "tf32"
     join = Variant(
         (index, f, f, f, *["i32"] * 2),
-        (key, value, 16, form.segment, packed, precision),
+        (key, value, min(128, key), 16, form.segment, packed, precision),
         Options(num_warps=4, num_stages=2),
     )
     pairs = Variant(

@@ -328,6 +328,7 @@ def join_kernel(
     heads,
     KP: tl.constexpr,
     VP: tl.constexpr,
+    PART: tl.constexpr,
     BJ: tl.constexpr,
     SEGMENT: tl.constexpr,
     PACKED: tl.constexpr,
@@ -335,7 +336,8 @@ def join_kernel(
 ):
     """Join a sequence's segments in place: b becomes the state each segment leaves, c the gradient at each one's start.
 
-    Programs: (sequence, head, BJ value rows, direction), direction slowest.
+    Programs: (sequence, head, BJ value rows, direction), direction slowest. A map of more than PART channels does not fit
+    into shared memory and is taken in PART by PART pieces, with the state in global memory.
     """
     pid = tl.program_id(0)
     blocks: tl.constexpr = VP // BJ
@@ -349,12 +351,29 @@ def join_kernel(
     last = ((end - begin + SEGMENT - 1) // SEGMENT).to(tl.int32) - 1
     if last < 2:
         return
-    key = tl.arange(0, KP)
     one = place.to(tl.int64) * heads + head
     stride = one * 0 + heads
+    key = tl.arange(0, PART)
     state_at = e[:, None] * KP + key[None, :]
     map_at = key[:, None] * KP + key[None, :]
-    if not reverse:
+    if PART < KP:
+        for j in tl.range(1, last):
+            for to in tl.static_range(KP // PART):
+                at = one + (last - j if reverse else j) * stride
+                before = at + stride if reverse else at - stride
+                states = d_leaving if reverse else leaving
+                joined = tl.load(states + at * (VP * KP) + to * PART + state_at)
+                for source in tl.static_range(KP // PART):
+                    part = tl.load(states + before * (VP * KP) + source * PART + state_at)
+                    if reverse:
+                        piece = tl.load(maps + at * (KP * KP) + to * PART * KP + source * PART + map_at)
+                        joined = tl.dot(part, tl.trans(piece), joined, input_precision=PRECISION)
+                    else:
+                        piece = tl.load(maps + at * (KP * KP) + source * PART * KP + to * PART + map_at)
+                        joined = tl.dot(part, piece, joined, input_precision=PRECISION)
+                tl.store(states + at * (VP * KP) + to * PART + state_at, joined)
+            tl.debug_barrier()
+    elif not reverse:
         state = tl.load(leaving + one * (VP * KP) + state_at)
         for j in tl.range(1, last):
             at = one + j * stride
