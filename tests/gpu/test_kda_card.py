@@ -64,7 +64,8 @@ class Case:
     def limits(self) -> dict[str, float]:
         if self.dtype == FP32:
             return FULL_SATURATED if self.regime == "saturated" else FULL
-        return HALF if self.dtype == FP16 else PARALLEL if "parallel" in self.regime else RANDOM
+        long = "parallel" in self.regime or self.regime == "no decay"  # every token's rounding stays in the state
+        return HALF if self.dtype == FP16 else PARALLEL if long else RANDOM
 
 
 def packed(*lengths: int, **rest: Any) -> Case:
@@ -87,7 +88,7 @@ CASES = [
     Case((1, 2100, 16), "slow", options=FACTORS),
     Case((1, 1100, 96), options=FACTORS),
     # other head sizes, groups, batches
-    Case((1, 63, 1), key=64, value=64),
+    Case((16, 63, 1), key=64, value=64),
     Case((4, 500, 8), "slow", key=64, value=64),
     Case((2, 500, 3), key=60, value=60),
     Case((2, 97, 3), key=60, value=100),
@@ -190,12 +191,15 @@ def error(found: Tensor, wanted: Tensor, size: Tensor | None = None) -> float:
     return gap if gap == gap else math.inf
 
 
-def errors(found: Data, wanted: Data) -> dict[str, float]:
-    """By name. A_log's gradient is one number a head, a sum that may cancel: few heads are measured by the gate's."""
+def errors(found: Data, wanted: Data, data: Data) -> dict[str, float]:
+    """By name. A_log's gradient is one number a head, the sum of gate' (gate + dt_bias) over its tokens and channels.
+
+    Where that sum nearly cancels, its own size says nothing of the error that the terms' roundings must leave: it is
+    measured by the root of the sum of the terms' squares then, which is what independent roundings would add up to.
+    """
     gaps = {name: error(found[name], x) for name, x in wanted.items()}
-    if wanted["A_log"].numel() < 16:
-        size = torch.maximum(wanted["A_log"].norm(), wanted["gate"].norm())
-        gaps["A_log"] = error(found["A_log"], wanted["A_log"], size)
+    terms = wanted["gate"].double() * (data["gate"].double() + data["dt_bias"].double())
+    gaps["A_log"] = error(found["A_log"], wanted["A_log"], torch.maximum(wanted["A_log"].norm(), terms.norm()))
     return gaps
 
 
@@ -272,7 +276,7 @@ def test_the_truth_is_the_definition() -> None:
         run({n: x.double() for n, x in data.items()}, d_out, d_final, backend=b, **options_of(case))
         for b in ("reference", "torch")
     )
-    assert max(errors(found, wanted).values()) <= 1e-10
+    assert max(errors(found, wanted, data).values()) <= 1e-10
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -282,7 +286,7 @@ def test_outputs_and_gradients_within_the_contract_and_repeatable(case: Case) ->
     with poisoned():
         found = run(data, d_out, d_final, backend="triton", **options)
         again = run(data, d_out, d_final, backend="triton", **options)
-    gaps = errors(found, truth(data, d_out, d_final, **options))
+    gaps = errors(found, truth(data, d_out, d_final, **options), data)
     assert not {name: f"{e:.2e}" for name, e in gaps.items() if not e <= case.limits[name]}
     assert all(torch.equal(found[name], again[name]) for name in found)
     assert {name: x.dtype for name, x in found.items()} == {n: x.dtype for n, x in data.items()} | {
@@ -295,7 +299,7 @@ def test_outputs_and_gradients_within_the_contract_and_repeatable(case: Case) ->
 def test_gradients_of_any_size(gain: float) -> None:
     data, d_out, d_final = draw(Case((1, 300, 4), "slow"))
     d_out, d_final = (gain * d_out.float()).bfloat16(), gain * d_final
-    gaps = errors(run(data, d_out, d_final), truth(data, d_out, d_final))
+    gaps = errors(run(data, d_out, d_final), truth(data, d_out, d_final), data)
     assert not {name: f"{e:.2e}" for name, e in gaps.items() if not e <= RANDOM[name]}
 
 
@@ -395,7 +399,7 @@ def test_more_sequences_times_heads_than_a_grid_dimension_holds() -> None:
     case = Case((1, sum(lengths), 64), key=32, value=64, lengths=lengths)
     data, d_out, d_final = draw(case)
     bounds = bounds_of(lengths, torch.int64)
-    gaps = errors(run(data, d_out, d_final, cu_seqlens=bounds), truth(data, d_out, d_final, cu_seqlens=bounds))
+    gaps = errors(run(data, d_out, d_final, cu_seqlens=bounds), truth(data, d_out, d_final, cu_seqlens=bounds), data)
     assert not {name: f"{e:.2e}" for name, e in gaps.items() if not e <= RANDOM[name]}
     x, *_ = draw(Case((2100, 1, 32), key=32, value=32))
     out, state = kda_step(*(x[n][:, 0] for n in STREAMS), x["initial_state"], backend="triton")
@@ -434,7 +438,8 @@ def test_gradients_where_the_stored_states_pass_that_limit() -> None:
     for name in STREAMS:
         grad = leaves[name].grad
         assert grad is not None and bool(grad[:, ::97].isfinite().all())
-        assert error(grad[:, -tail:], parts[name].grad) <= 1e-4, name
+        # The stored states are rounded to bf16, at other places in the two calls.
+        assert error(grad[:, -tail:], parts[name].grad) <= 6e-3, name
 
 
 def test_a_million_tokens() -> None:
