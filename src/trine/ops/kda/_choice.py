@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from trine._log import logger
+from trine.ops._backend import BackendUnavailable
 
 
 @cache
@@ -43,3 +45,16 @@ def say_slow(operator: str, reason: str) -> None:
     logger.warning(
         "%s: %s; this call and others like it take the slower chunked torch path on the GPU", operator, reason
     )
+
+
+def tune_kda(say: Callable[[str], None], write: bool) -> None:
+    """``trine tune kda``: see ``triton_tune``.
+
+    Raises:
+        BackendUnavailable: no CUDA card, or no triton.
+    """
+    if not triton_is_there():
+        raise BackendUnavailable("tune kda: needs the package triton (pip install 'trine[gpu]'), found none")
+    from trine.ops.kda.triton_tune import tune
+
+    tune(say, write)

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 from trine.ops.kda.triton_launch import Options
+from trine.ops.kda.triton_table import FORWARD, SEGMENTS
 
 CHUNK = 32
 """Tokens a tile. With |g| <= 5 the half-span anchor keeps 2^(G+c) and 2^(-c-G) within 2^+-116 for 32 tokens."""
@@ -83,11 +84,7 @@ def segment_length(heads: int, key_width: int, value_width: int) -> int:
 
     The best length grows with the tokens, which must not decide: 5 to 8 heads take what is best for long sequences.
     """
-    if heads > 40:
-        return 0
-    if heads > 16 or heads <= 2:
-        return 2048
-    return 4096 if 5 <= heads <= 8 else 1024
+    return next((tokens for limit, tokens in SEGMENTS if heads <= limit), 0)
 
 
 @cache
@@ -126,27 +123,41 @@ def choose(
         segment = segment_length(heads, key_width, value_width)
         if name == "segmented" and not segment:
             segment = 4096
+    return make_config(key_width, value_width, dtype, value_dtype, bounded, number_format, segment)
+
+
+def make_config(
+    key_width: int,
+    value_width: int,
+    dtype: torch.dtype,
+    value_dtype: torch.dtype,
+    bounded: bool,
+    number_format: str,
+    segment: int,
+    row: tuple[int, int, int, int] | None = None,
+) -> Config:
+    """A configuration with the table's launch parameters, or those of `row` (`trine tune`); arguments as `choose`."""
     key_block = max(32, 1 << math.ceil(math.log2(key_width)))
-    if dtype == torch.float32 or value_dtype == torch.float32:
+    full = torch.float32 in (dtype, value_dtype)
+    value_block, warps, stages, prepare_warps = row or FORWARD["fp32" if full else "16-bit", key_block]
+    value_block = min(value_block, max(32, 1 << (value_width - 1).bit_length()))
+    scan = Options(num_warps=warps, num_stages=stages)
+    if full:
         return Config(
             key_block=key_block,
-            value_block=32 if key_block <= 128 else 16,
+            value_block=value_block,
             factor=torch.float32,
             value=torch.float32,
             tile=torch.float32,
             single_warp=False,
-            prepare=Options(num_warps=8),
-            scan=Options(num_warps=4, num_stages=1),
-            transition=Options(num_warps=4, num_stages=1),
+            prepare=Options(num_warps=prepare_warps),
+            scan=scan,
+            transition=scan,
             combine=Options(num_warps=4, num_stages=1),
             segment=segment,
             combine_block=16,
         )
     factor = torch.float16 if number_format == "fp16" or (bounded and not number_format) else torch.bfloat16
-    value_block = 64 if value_width > 32 else 32
-    scan = Options(num_warps=4, num_stages=3)
-    if key_block == 256:
-        value_block, scan = 32, Options(num_warps=4, num_stages=2)
     return Config(
         key_block=key_block,
         value_block=value_block,
@@ -154,7 +165,7 @@ def choose(
         value=torch.bfloat16 if not bounded else value_dtype,
         tile=torch.bfloat16,
         single_warp=key_block >= 64,
-        prepare=Options(num_warps=2 if key_block <= 128 else 4),
+        prepare=Options(num_warps=prepare_warps),
         scan=scan,
         transition=scan,
         combine=Options(num_warps=4, num_stages=2),
