@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trine.ops._backend import _say_once as say_once
 from trine.ops._backend import pick
 from trine.ops._sequences import check_cu_seqlens
 from trine.ops.kda._checks import PLANS, SAVES, TILE, check_inputs
@@ -189,11 +190,11 @@ def _backend(
 ) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """The implementation to call with checked arguments; None means the kernels. ``others`` are k, gate and beta."""
     triton = why_not_triton(q, v, gate_kind, lower_bound, *others)
-    if triton is None and name in ("auto", "triton") and torch.compiler.is_compiling():
-        return None  # the log would break the graph
-    chosen = pick("kda", name, q.device.type, {"triton": triton, "torch": None, "reference": None})
-    if chosen == "triton":
+    if triton is None and name in ("auto", "triton"):
+        if name == "auto" and not torch.compiler.is_compiling():  # the log would break the graph
+            say_once("kda", "triton", "cuda")
         return None
+    chosen = pick("kda", name, q.device.type, {"triton": triton, "torch": None, "reference": None})
     if triton is not None and name == "auto" and q.device.type == "cuda":
         say_slow("kda", triton)
     return kda_reference if chosen == "reference" else _run_torch
