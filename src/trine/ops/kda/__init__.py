@@ -7,6 +7,7 @@ The derivation, range argument and measurements are in the README of this folder
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from trine.ops.kda._choice import say_slow, why_not_triton
 from trine.ops.kda.chunk import tiles_in_chunk
 from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype, full_precision
 from trine.ops.kda.layout import make_layout
+from trine.ops.kda.nonfinite import Spoil, looks_sound, separate
 from trine.ops.kda.pairwise import kda_pairwise
 from trine.ops.kda.reference import kda_reference
 from trine.ops.kda.state import advance, compose, zero_state
@@ -81,9 +83,10 @@ def kda(
         dt_bias: ``[HV, K]`` or ``[HV * K]``, the gate's bias (None: 0).
         gate_kind: ``"bounded"``: g = lower_bound * sigmoid(exp(A_log) (gate + dt_bias)), report Eq. 5.
             ``"softplus"``: g = -exp(A_log) softplus(gate + dt_bias), Kimi Linear. ``"log_decay"``: ``gate`` is g <= 0
-            itself. The last two may take any size; they are exact and strictly causal too, but slower (2 to 4 times on
-            a CPU): decays between the rows of a tile are then formed pair by pair instead of by a matrix product. On a
-            card they have no kernels of their own and take the chunked torch path, which a warning says once.
+            itself, -inf to forget all. The last two may take any size; they are exact and strictly causal too, but
+            slower (2 to 4 times on a CPU): decays between the rows of a tile are then formed pair by pair instead of by
+            a matrix product. On a card they have no kernels of their own and take the chunked torch path, which a
+            warning says once.
         lower_bound: in (-5.5, 0), so that a tile of 16 tokens spans less than 88 in log space, the range of float32.
         qk_norm: divide q and k by sqrt(sum x^2 + 1e-6) first.
         beta_is_logit: beta -> beta_max * sigmoid(beta).
@@ -107,7 +110,9 @@ def kda(
         ``torch.compile(fullgraph=True)`` and CUDA graphs on the kernels (after one call that compiles them).
 
     Outputs before t, and gradients of a loss on them, keep every bit when anything at or after t, or in another
-    sequence, changes or is appended.
+    sequence, changes or is appended. On the CPU that includes changes to NaN or infinity, whose outputs are NaN from
+    their row on; on a card it holds for finite inputs (README, section 7). A log-decay of -inf is a reset: the state
+    before it is forgotten, and its gradient is 0.
 
     Raises:
         ValueError: an argument of the wrong shape, dtype, device or value, by name.
@@ -256,13 +261,20 @@ def _run_torch(
         v.reshape(rows, hv, values),
         gate.reshape(rows, hv, channels),
         beta.reshape(rows, hv),
-        A_log,
-        dt_bias,
-        initial_state,
     )
+    others = (A_log, dt_bias, initial_state)
     layout = make_layout(lengths, tiles_in_chunk(channels, values), q.device)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        out, final = ChunkedKDA.apply(*tensors, len(lengths), layout, options)
-    else:
-        out, final, _ = forward_pass(*tensors, len(lengths), layout, options, keep=False)
+
+    def run(*tensors: Any) -> tuple[Tensor, Tensor]:
+        arguments = (*tensors, len(lengths), layout, options)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return ChunkedKDA.apply(*arguments)  # type: ignore[no-any-return]
+        out, final, _ = forward_pass(*arguments, keep=False)  # type: ignore[misc]
+        return out, final
+
+    out, final = run(*tensors, *others)
+    if not looks_sound(out):
+        cleaned, spoilt, lost = separate(tensors, gate_kind, beta_is_logit, lengths)
+        if bool(spoilt.any()):
+            out, final = Spoil.apply(*run(*cleaned, *others), spoilt, lost)
     return out.view(batch, tokens, hv, values), final if output_final_state else None

@@ -7,9 +7,14 @@ from torch import Tensor
 
 from trine.ops.kda.gate import sigmoid_, softplus
 from trine.ops.kda.layout import Layout
+from trine.ops.kda.nonfinite import looks_sound
 
 # exp of it still fits float32; a logistic function beyond it is 0 or 1 to every bit that could matter (2e-35).
 _LOGIT_LIMIT = 80.0
+# A log-decay below this, -inf too, becomes this one: its exp is 0 all the same, and sums with it stay finite.
+_LOWEST = -1e4
+# exp of anything below it is 0 in the dtype, denormal numbers included.
+_ZERO_DECAY = {torch.float32: -104.0, torch.float64: -746.0}
 
 
 class TileGate:
@@ -29,12 +34,13 @@ class TileGate:
         """g of the input ``x``, padding rows 0; with ``keep`` its slope too, up to constants that ``backward`` has."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if self.kind == "log_decay":
-            return out.copy_(x), None
+            return torch.clamp(x, min=_LOWEST, out=out), None
         if self.kind == "softplus":
             z = x if self.bias is None else x + self.bias
             torch.neg(softplus(z), out=out)
             slope = layout.fill_pads_(sigmoid_(z.neg()).neg_().contiguous()) if keep else None
-            return layout.fill_pads_(out if self.rate is None else out.mul_(self.rate)), slope
+            g = (out if self.rate is None else out.mul_(self.rate)).clamp_(min=_LOWEST)
+            return layout.fill_pads_(g), slope
         rate = torch.ones((), dtype=x.dtype, device=x.device) if self.rate is None else self.rate
         if self.bias is None:
             torch.mul(x, -rate, out=out)
@@ -54,7 +60,7 @@ class TileGate:
 
         Args:
             dg: ``[*grid, H, split, 16, K]``.
-            slope, g: what ``forward`` gave; g for softplus only.
+            slope, g: what ``forward`` gave; g for softplus and log_decay only.
             x: the gate's input.
             layout: the tiles.
             parameters: the last two are wanted.
@@ -63,6 +69,11 @@ class TileGate:
             Gradients of the input ``[*grid, H, split, 16, K]``, of A_log ``[H]`` and of dt_bias in its own shape, or
             None.
         """
+        if self.kind != "bounded":
+            # Whatever crosses a row whose decay is 0 is multiplied by it. dg comes as a difference, and its rounding
+            # would be multiplied by a g of any size in the gradient of A_log.
+            assert g is not None
+            dg.masked_fill_(g.view_as(dg) < _ZERO_DECAY[g.dtype], 0.0)
         if self.kind == "log_decay":
             return dg, None, None
         assert slope is not None
@@ -77,7 +88,10 @@ class TileGate:
             along = self._sum(d_input, layout) * rate * constant
             if self.kind == "bounded" and self.rate is not None:
                 # z = exp(A_log) (x + bias) is its own derivative by A_log
-                dA = self._sum(d_input * x, layout) * rate * constant
+                dA = self._sum(d_input * x, layout)
+                if not looks_sound(dA):  # the slope at an infinite input is 0, and so is its product with the input
+                    dA = self._sum(d_input * x.masked_fill(x.isinf(), 0.0), layout)
+                dA = dA * rate * constant
                 dA = (dA if self.bias is None else dA.addcmul(along, self.bias[:, 0, 0])).sum(-1)
             if self.bias is not None:
                 assert self.bias_shape is not None
