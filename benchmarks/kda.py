@@ -38,7 +38,7 @@ BARS = {
     "decode N256 H32": 0.31,
     "decode N1 H96": 0.015,
 }
-PARTS = ("check", "forward", "backward", "decode", "packed", "host", "fla")
+PARTS = ("check", "forward", "backward", "decode", "packed", "slowest", "host", "fla")
 
 
 class Clock:
@@ -307,30 +307,36 @@ class Bench:
                 torch.cuda.empty_cache()
 
     def time_backward(self) -> None:
-        """Forward and backward through the public function, once it has autograd."""
+        """Forward and backward through the public function, keeping inputs only or the factors of the tiles too."""
         from trine.ops.kda import kda
 
         for shape in [s for s in self.shapes if s in ("B1 T8192 H96", "B1 T8192 H32", "B1 T65536 H8")]:
             batch, tokens, heads = (int(part[1:]) for part in shape.split())
             floor = 1e3 * batch * tokens * heads * 3590 / BANDWIDTH
-            for regime in ("slow", "fast"):
-                if self.clock.left() < 10:
-                    say("backward: out of time")
-                    return
-                inputs = {n: x.requires_grad_() for n, x in draw(batch, tokens, heads, regime).items()}
-                upstream = torch.randn(batch, tokens, heads, 128, device="cuda", dtype=torch.bfloat16)
+            for save in ("inputs", "factors"):
+                for regime in ("slow", "fast"):
+                    if self.clock.left() < 10:
+                        say("backward: out of time")
+                        return
+                    inputs = {n: x.requires_grad_() for n, x in draw(batch, tokens, heads, regime).items()}
+                    upstream = torch.randn(batch, tokens, heads, 128, device="cuda", dtype=torch.bfloat16)
 
-                def call(inputs: dict = inputs, upstream: Tensor = upstream) -> object:
-                    out, _ = kda(**inputs, backend="triton")
-                    return torch.autograd.grad(out, list(inputs.values()), upstream)
+                    def call(inputs: dict = inputs, upstream: Tensor = upstream, save: str = save) -> object:
+                        out, _ = kda(**inputs, backend="triton", save=save)
+                        return torch.autograd.grad(out, list(inputs.values()), upstream)
 
-                try:
-                    ms = graph_ms(call, calls=2)
-                    peak = peak_bytes(call)
-                except (RuntimeError, ValueError, ImportError) as problem:
-                    say(f"fwd+bwd {shape}: not available ({str(problem).splitlines()[0]})")
-                    return
-                self.keep(f"fwd+bwd {shape} K128 V128 bf16", "trine", floor, ms=ms, gates=regime, peak_bytes=peak)
+                    self.keep(
+                        f"fwd+bwd {shape} K128 V128 bf16", f"trine save={save}", floor, ms=graph_ms(call, calls=2),
+                        gates=regime, peak_bytes=peak_bytes(call),
+                    )  # fmt: skip
+
+    def time_slowest(self) -> None:
+        """Time against the slowest channel's log-decay: a kernel with a special case for slow channels has a cliff."""
+        for decay in (-4.9, -2.5, -1.0, -0.3, -0.15, -0.05, -0.01, -1e-4):
+            inputs = draw(1, 8192, 32, "fast")
+            inputs["gate"][..., 0] = math.log(decay / (-5.0 - decay))
+            call = lambda i=inputs: self.forward(**i)  # noqa: E731
+            self.keep(f"fwd B1 T8192 H32, slowest channel g = {decay:g}", "trine", ms=graph_ms(call))
 
     def time_decode(self) -> None:
         from trine.ops.kda.reference import kda_reference
@@ -400,48 +406,69 @@ class Bench:
         bounds = torch.tensor([0, 30, 64], device="cuda", dtype=torch.int32)
         packed = host_ms(lambda: self.forward(**inputs, cu_seqlens=bounds))
         self.keep("fwd host packed B1 T64 H8", "trine", ms=packed, note="wall")
+        from trine.ops.kda import kda
+
+        self.keep(
+            "kda host B1 T64 H8, no gradients", "trine", ms=host_ms(lambda: kda(**inputs)), note="wall; bar 0.060"
+        )
+        leaves = {n: x.requires_grad_() for n, x in inputs.items()}
+        upstream = torch.randn_like(inputs["v"])
+
+        def both() -> object:
+            return torch.autograd.grad(kda(**leaves)[0], list(leaves.values()), upstream)
+
+        self.keep("fwd+bwd host B1 T64 H8", "trine", ms=host_ms(both), note="wall; bar 0.200")
 
     def time_fla(self) -> None:
-        """fla-core in the same run; its autotuner compiles for about a minute a head count."""
+        """fla-core in the same run, its errors first; its autotuner compiles for about a minute a head count."""
         if importlib.util.find_spec("fla") is None:
             say("fla-core is not importable here: no row for it")
             return
         from fla.ops.kda import chunk_kda
 
-        for shape in self.shapes[:2]:
+        def forward(x: dict) -> tuple[Tensor, Tensor]:
+            return chunk_kda(
+                x["q"], x["k"], x["v"], x["gate"], x["beta"], A_log=x["A_log"], dt_bias=x["dt_bias"].flatten(),
+                use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                safe_gate=True, lower_bound=-5.0, output_final_state=True,
+            )  # fmt: skip
+
+        for shape in ("B1 T8192 H96", "B1 T8192 H32"):
             batch, tokens, heads = (int(part[1:]) for part in shape.split())
-            for regime in ("slow",):
-                x = draw(batch, tokens, heads, regime)
+            if self.clock.left() < 60:
+                say("fla: out of time")
+                return
+            x = draw(batch, tokens, heads, "slow")
+            floor = 1e3 * forward_bytes(batch, tokens, heads) / BANDWIDTH
+            with torch.no_grad():
+                ms = event_ms(lambda x=x: forward(x))
+            self.keep(f"fwd {shape} K128 V128 bf16", "fla-core", floor, ms=ms, gates="slow", note="wall")
+            leaves = {n: t.requires_grad_() for n, t in x.items()}
+            upstream = torch.randn_like(x["v"])
 
-                def call(x: dict = x) -> Any:
-                    return chunk_kda(
-                        x["q"],
-                        x["k"],
-                        x["v"],
-                        x["gate"],
-                        x["beta"],
-                        A_log=x["A_log"],
-                        dt_bias=x["dt_bias"].flatten(),
-                        use_qk_l2norm_in_kernel=True,
-                        use_gate_in_kernel=True,
-                        use_beta_sigmoid_in_kernel=True,
-                        safe_gate=True,
-                        lower_bound=-5.0,
-                        output_final_state=True,
-                    )
+            def both(leaves: dict = leaves, upstream: Tensor = upstream) -> object:
+                return torch.autograd.grad(forward(leaves)[0], list(leaves.values()), upstream)
 
-                if self.clock.left() < 90:
-                    say("fla: out of time")
-                    return
-                with torch.no_grad():
-                    ms = event_ms(call)
-                    floor = 1e3 * forward_bytes(batch, tokens, heads) / BANDWIDTH
-                    self.keep(f"fwd {shape} K128 V128 bf16", "fla", floor, ms=ms, gates=regime, note="wall")
+            ms = event_ms(both)
+            floor = 1e3 * batch * tokens * heads * 3590 / BANDWIDTH
+            self.keep(
+                f"fwd+bwd {shape} K128 V128 bf16", "fla-core", floor, ms=ms, gates="slow", note="wall",
+                peak_bytes=peak_bytes(both),
+            )  # fmt: skip
+        for regime in ("fast", "slow", "parallel"):
+            x = draw(1, 1024, 4, regime)
+            wanted, state = truth(x)
+            with torch.no_grad():
+                out, final = forward(x)
+            note = f"state {error(final, state):.2e}"
+            self.keep(
+                "fwd error B1 T1024 H4 K128 V128 bf16", "fla-core", gates=regime, error=error(out, wanted), note=note
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default="check,forward,backward,decode,packed,host")
+    parser.add_argument("--parts", default=",".join(PARTS[:-1]))
     parser.add_argument("--shapes", default=",".join(c[4:] for c in BARS if c.startswith("fwd ")))
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--out", default=os.environ.get("OUT", str(RESULTS)))
@@ -459,6 +486,7 @@ def main() -> None:
         "backward": bench.time_backward,
         "decode": bench.time_decode,
         "packed": bench.time_packed,
+        "slowest": bench.time_slowest,
         "host": bench.time_host,
         "fla": bench.time_fla,
     }
