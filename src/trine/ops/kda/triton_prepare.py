@@ -559,7 +559,9 @@ def prepare(problem: Problem) -> Factors:
     align, shift = problem.align, float(anchor(problem.bound))
     q, k, gate, beta = problem.q, problem.k, problem.gate, problem.beta
     half = q.dtype.itemsize == k.dtype.itemsize == gate.dtype.itemsize == 2
-    kernel = _single_warp() if config.single_warp and align == 8 and half else None
+    # That kernel counts inside a tile in 32 bits: rows further apart than this take the other one.
+    near = CHUNK * max(q.stride(1), k.stride(1), gate.stride(1)) < 1 << 31
+    kernel = _single_warp() if config.single_warp and align == 8 and half and near else None
     scratch: tuple[Tensor, ...] = (p, a)
     if kernel is not None:
         scratch = ()
