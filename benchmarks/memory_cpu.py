@@ -4,7 +4,7 @@
 
 Every length is measured with the same setting, sublayers recomputed, on random tokens; then the ratio between 16K and
 4K, and the peak at 32K, are printed beside their bars. `peak_bytes` is the largest resident size of the process, `base`
-that of the same process before its first step (Python, torch, the model). The time of the second step is in `ms`.
+that of the same process before its first step (Python, torch, the model). The time of the long step is in `ms`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 LENGTHS = (4_096, 8_192, 16_384, 32_768)
+WARM_TOKENS = 1_024
 RATIO_BAR, PEAK_BAR = 4.4, 4e9  # 16K over 4K; bytes at 32K
 
 
 def child(length: int, recompute: bool, threads: int) -> None:
-    """Train one step of one row of `length` tokens twice, and print what it took as JSON."""
+    """Train a step of a short row, which allocates the optimizers' state, and one of `length` tokens; print as JSON."""
     from trine.train import machine
 
     machine.prepare_machine(threads)
@@ -40,14 +41,17 @@ def child(length: int, recompute: bool, threads: int) -> None:
 
     torch.manual_seed(0)
     config = preset("laptop")
-    ids = torch.randint(config.vocab_size, (length + 1,))
-    bounds = torch.tensor([0, length], dtype=torch.int32)
-    batch = Batch(
-        ids[:-1], ids[1:], torch.ones(length), bounds, torch.zeros(1, dtype=torch.int64), supervised_bytes=length
-    )
-    stage = Stage(length=length, step_tokens=length, micro_tokens=length, recompute=recompute)
+
+    def row(tokens: int) -> Batch:
+        ids = torch.randint(config.vocab_size, (tokens + 1,))
+        bounds = torch.tensor([0, tokens], dtype=torch.int32)
+        return Batch(ids[:-1], ids[1:], torch.ones(tokens), bounds, torch.zeros(1, dtype=torch.int64))
+
+    short = Stage(length=WARM_TOKENS, share=0.5, step_tokens=length, micro_tokens=length, recompute=recompute)
+    long = Stage(length=length, share=0.5, step_tokens=length, micro_tokens=length, recompute=recompute)
+    rows = (row(WARM_TOKENS), row(length))
     trainer = Trainer(
-        *(Model(config), lay_out((stage,), 2 * length), lambda span, step: [batch]),
+        *(Model(config), lay_out((short, long), 2 * length), lambda span, step: [rows[span.index]]),
         balancer=QuantileBalancing(config.top_k),
     )
     base = machine.peak_memory_bytes()

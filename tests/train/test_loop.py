@@ -185,7 +185,7 @@ def test_two_runs_in_one_folder(config: TrainConfig) -> None:
 
 
 def test_no_data_is_named(config: TrainConfig, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="neither 'stdlib' nor an existing folder"):
+    with pytest.raises(DataError, match="neither 'stdlib', nor a name in the store, nor an existing path"):
         train(dataclasses.replace(config, data=DataConfig(source=str(tmp_path / "nowhere"), vocabulary=300)))
 
 

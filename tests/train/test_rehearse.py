@@ -9,7 +9,7 @@ import pytest
 from trine.config import SourceShare
 from trine.data import DataError
 from trine.train import machine
-from trine.train.config import DataConfig, EvalConfig, Stage, TrainConfig
+from trine.train.config import DataConfig, EvalConfig, Stage, TrainConfig, train_preset
 from trine.train.loop import train
 from trine.train.rehearse import forecast
 from trine.views.compare import FORECAST_HEADINGS, forecast_note, forecast_rows
@@ -80,25 +80,30 @@ def test_without_measuring_no_model_is_built(config: TrainConfig, monkeypatch: p
 
 
 def test_a_stage_without_long_texts_is_warned_of_and_repeats_are_refused(config: TrainConfig) -> None:
-    short = (SourceShare("*", longest=150),)
+    short = (SourceShare("*", longest=200),)
     stages = (
-        config.stages[0],
-        dataclasses.replace(config.stages[1], length=64, mixture=()),
-        Stage(length=256, share=0.25, step_tokens=512, micro_tokens=256, mixture=short),
+        Stage(length=32, share=0.5, step_tokens=256, micro_tokens=64),
+        Stage(length=256, share=0.25, step_tokens=512, micro_tokens=256),
+        Stage(length=512, share=0.25, step_tokens=512, micro_tokens=512, mixture=short),
     )
-    stages = (dataclasses.replace(stages[0], share=0.5), *stages[1:])
     found = forecast(dataclasses.replace(config, stages=stages), measure=False)
-    assert any("of the tokens come from documents longer than the 64 tokens" in text for text in found.warnings) or (
-        found.stages[2].long_share is not None and found.stages[2].long_share >= 0.4
-    )
+    assert found.stages[2].long_share == 0.0
+    assert any("0% of the tokens come from documents longer than the 256 tokens" in text for text in found.warnings)
+    often = dataclasses.replace(config, tokens=config.tokens * 50)
     with pytest.raises(DataError, match="need at most 4"):
-        forecast(dataclasses.replace(config, tokens=config.tokens * 50), measure=False)
-    assert forecast(dataclasses.replace(config, tokens=config.tokens * 50, allow_repeats=True), measure=False)
+        forecast(often, measure=False)
+    assert forecast(dataclasses.replace(often, allow_repeats=True), measure=False).steps == 700
 
 
 def test_the_data_of_a_run_that_exists_is_used(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = dataclasses.replace(config, run="there", tokens=256, stages=(config.stages[0],))
-    quick = dataclasses.replace(quick, stages=(dataclasses.replace(quick.stages[0], share=1.0),))
+    one = (dataclasses.replace(config.stages[0], share=1.0),)
+    quick = dataclasses.replace(config, run="there", tokens=256, stages=one)
     train(quick)
     monkeypatch.setattr("tempfile.TemporaryDirectory", None)
     assert forecast(dataclasses.replace(quick, resume=True), measure=False).steps == 1
+
+
+def test_rows_made_while_they_are_read_have_no_epochs(tmp_path: Path) -> None:
+    found = forecast(dataclasses.replace(train_preset("recall"), runs=str(tmp_path / "runs")), measure=False)
+    assert [one.epochs for one in found.stages] == [{} for _ in found.stages] and found.steps > 100
+    assert forecast_rows(found.to_json()["stages"])[0][3:6] == ("all documents", "", "")

@@ -87,6 +87,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StudyConfig:
 def test_a_study_runs_what_is_missing_and_no_more(small: StudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     real = study.train
+    monkeypatch.setattr(study, "TASK_TOKENS", 0)
 
     def counted(config: TrainConfig, console: Any) -> Any:
         asked.append(config.run)
@@ -132,3 +133,22 @@ def _made(config: StudyConfig) -> Path:
     folder = Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def test_what_a_model_is_asked_after_its_run(small: StudyConfig) -> None:
+    from trine.model import Model
+    from trine.train.loop import open_data
+
+    config = study._run_config(small, "longest", 0, _made(small), 2_048)
+    shards = open_data(config, Path(small.folder) / "data")
+    found = study.measure(Model(config.model_config()), shards, 1_024, 30_000)
+    assert set(found) == {"bits_by_context", "recall_by_length", "chance_by_length", "gap_by_length"}
+    assert set(found["recall_by_length"]) == {"1024"} and 0 <= found["recall_by_length"]["1024"] < 0.5
+    assert 0 < found["chance_by_length"]["1024"] < 1 and abs(found["gap_by_length"]["1024"]) < 0.5
+    assert found["bits_by_context"]["1024"] > 4
+    arms = summarise([{"arm": "a", "tokens_per_s": 1.0, "seconds": 1.0, "loss": 1.0, **found}])
+    page = {"arms": arms, "tokens": 1, "config": {"longest": 1_024, "preset": "smoke"}}
+    headings, (row,) = study_headings(page), study_rows(page)
+    assert headings[3:5] == ("recall (chance), 1,024 tokens", "evidence gap, 1,024 tokens") and len(row) == len(
+        headings
+    )

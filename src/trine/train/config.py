@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trine.config import ModelConfig, SourceShare, from_dict, preset, to_dict
+from trine.config import ModelConfig, SourceShare, from_dict, need_finite, need_one_of, preset, to_dict
 
 
 def _need(holds: bool, name: str, found: object, needed: str) -> None:
@@ -77,6 +77,7 @@ class Stage:
     mixture: tuple[SourceShare, ...] = ()  # what share of the tokens comes from where; none takes every document once
 
     def __post_init__(self) -> None:
+        need_finite(self, "stages.")
         _need(self.length >= 2, "stages.length", self.length, "at least 2")
         _need(0 < self.share <= 1, "stages.share", self.share, "more than 0, at most 1")
         fits = self.micro_tokens % self.length == 0 and self.micro_tokens > 0
@@ -94,8 +95,9 @@ class Rates:
     other: float = 5e-3  # AdamW: norms, gains, depth queries, convolutions, A_log, dt_bias
 
     def __post_init__(self) -> None:
+        need_finite(self, "optimizer.rates.")
         for name in ("muon", "embeddings", "other"):
-            _need(getattr(self, name) > 0, f"rates.{name}", getattr(self, name), "more than 0")
+            _need(getattr(self, name) > 0, f"optimizer.rates.{name}", getattr(self, name), "more than 0")
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class OptimizerConfig:
     qk_clip: float = 100.0  # largest attention score a head may reach in a step before it is scaled down; 0 never looks
 
     def __post_init__(self) -> None:
+        need_finite(self, "optimizer.")
         _need(0 <= self.warmup < 1, "optimizer.warmup", self.warmup, "0 to below 1")
         _need(0 <= self.final <= 1, "optimizer.final", self.final, "0 to 1")
         _need(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
@@ -124,17 +127,34 @@ class OptimizerConfig:
         _need(self.qk_clip >= 0, "optimizer.qk_clip", self.qk_clip, "0 (off) or more")
 
 
+def parse_tasks(text: str) -> tuple[int, int, tuple[str, ...]]:
+    """Documents, tokens a document (about) and families of ``tasks:COUNTxTOKENS[:family+family]``; none means all.
+
+    Raises:
+        ValueError: the text cannot be read so.
+    """
+    match = re.fullmatch(r"tasks:([1-9]\d*)x([1-9]\d*)(?::([^:]+))?", text)
+    _need(match is not None, "data.more", text, "tasks:COUNTxTOKENS or tasks:COUNTxTOKENS:family+family")
+    assert match is not None
+    return int(match[1]), int(match[2]), tuple(match[3].split("+")) if match[3] else ()
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """What is read."""
 
     source: str = "stdlib"  # "stdlib", the running interpreter's own library, or a folder of text files
-    more: tuple[str, ...] = ()  # further folders, each a source of its own that a mixture can name
+    more: tuple[str, ...] = ()  # further sources for mixtures: folders, and tasks:COUNTxTOKENS[:family+family]
     held_out_one_in: int = 20  # one document in this many is kept for evaluation
     vocabulary: int = 0  # tokens of the vocabulary learned from it; 0 takes the model preset's
 
     def __post_init__(self) -> None:
         _need(bool(self.source), "data.source", self.source, "'stdlib' or a folder")
+        for one in (self.source, *self.more):
+            _need("\0" not in one, "data.source", one, "a path without the character of code 0")
+        for one in self.more:
+            if one.startswith("tasks:"):
+                parse_tasks(one)
         _need(self.held_out_one_in >= 2, "data.held_out_one_in", self.held_out_one_in, "at least 2")
         _need(self.vocabulary >= 0, "data.vocabulary", self.vocabulary, "0 (the preset's) or more")
 
@@ -196,9 +216,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         preset(PLAN_MODELS.get(self.preset, self.preset))
-        _need(self.run not in (".", "..") and "/" not in self.run, "run", self.run, "a plain folder name")
-        _need(bool(self.runs), "runs", self.runs, "a folder")
-        _need(self.tokens > 0, "tokens", self.tokens, "more than 0")
+        need_finite(self)
+        _need(self.run not in (".", "..") and not set("/\0") & set(self.run), "run", self.run, "a plain folder name")
+        _need(bool(self.runs) and "\0" not in self.runs, "runs", self.runs, "a folder")
+        _need(0 <= self.seed < 2**63, "seed", self.seed, "0 to 2**63 - 1")
+        _need(0 < self.tokens < 2**63, "tokens", self.tokens, "more than 0, less than 2**63")
         _need(bool(self.stages), "stages", self.stages, "at least one")
         shares = sum(stage.share for stage in self.stages)
         _need(abs(shares - 1) < 1e-6, "stages.share", round(shares, 6), "shares that add up to 1")
@@ -209,9 +231,9 @@ class TrainConfig:
         constant = len(set(sizes)) == 1 or model in ("smoke", "laptop")
         _need(constant, "stages.step_tokens", sizes, f"one number for all stages of {model!r}")
         _need(self.mtp >= 0, "mtp", self.mtp, "0 (no such layer) or more")
-        _need(self.on_spike in ("continue", "rollback"), "on_spike", self.on_spike, "'continue' or 'rollback'")
-        _need(self.precision in ("fp32", "bf16"), "precision", self.precision, "'fp32' or 'bf16'")
-        _need(self.device in ("auto", "cpu", "cuda"), "device", self.device, "'auto', 'cpu' or 'cuda'")
+        need_one_of("on_spike", self.on_spike, ("continue", "rollback"))
+        need_one_of("precision", self.precision, ("fp32", "bf16"))
+        need_one_of("device", self.device, ("auto", "cpu", "cuda"))
         _need(self.threads >= 0, "threads", self.threads, "0 (choose) or more")
         _need(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "0 or more")
         _need(self.keep >= 1, "keep", self.keep, "at least 1")
@@ -244,7 +266,11 @@ _LATER = {"mixture": [], "more": [], "qk_clip": 0.0, "mtp": 0.0, "model.mtp": Fa
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
     """``value`` when it is a ``kind``; whole numbers serve as floats, but booleans are no numbers."""
+    if isinstance(kind, types.UnionType) and value is not None:
+        # "number or nothing": a value that is given is a number
+        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        _need(abs(value) < 2**1023, name, value, "a finite number")  # a larger whole number is no float
         return float(value)
     fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     _need(fits, name, value, f"a value of type {getattr(kind, '__name__', kind)}")
@@ -263,7 +289,7 @@ def _model_change(text: str) -> tuple[str, Any]:
         return name, value
     try:
         parsed = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # the last two: too deeply nested
         parsed = value
     if kind == tuple[int, ...]:
         fits = isinstance(parsed, tuple | list) and all(type(one) is int for one in parsed)
@@ -369,8 +395,8 @@ def train_from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) 
         ValueError: an unknown key (with the nearest name), a value of the wrong type, or one out of range.
     """
     if base is None:
-        name = values.get("preset", "laptop")
-        base = TRAIN_PRESETS[name] if name in TRAIN_PRESETS else TrainConfig(preset=_typed(str, name, "preset"))
+        name = _typed(str, values.get("preset", "laptop"), "preset")
+        base = TRAIN_PRESETS[name] if name in TRAIN_PRESETS else TrainConfig(preset=name)
     return typing.cast(TrainConfig, _merge(base, values, ""))
 
 
@@ -386,6 +412,8 @@ def load_toml(path: str | Path) -> TrainConfig:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a TOML file ({error})") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deeply") from error
     try:
         return train_from_dict(values)
     except ValueError as error:
@@ -425,8 +453,7 @@ def _convert(kind: Any, value: Any, name: str, current: Any) -> Any:
         _need(fits, name, value, "a table, or a list of NAME=VALUE" if name == "model" else "a list of texts")
         return tuple(value)
     if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        _need(value in choices, name, value, f"one of {', '.join(choices)}")
+        need_one_of(name, value, typing.get_args(kind))
         return value
     return _typed(kind, value, name)
 

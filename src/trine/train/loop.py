@@ -26,6 +26,7 @@ from trine.train.errors import Interrupted, RunError
 from trine.train.finish import evaluate, short_measure, store_evaluation, write
 from trine.train.guard import ShortGuard
 from trine.train.progress import ShowProgress
+from trine.train.run_data import sources_of
 from trine.train.run_folder import RunFolder
 from trine.train.schedule import Plan, StageSpan, lay_out
 from trine.train.spikes import SpikeGuard
@@ -162,8 +163,7 @@ def open_data(config: TrainConfig, folder: Path) -> Shards:
     """
     if config.data.source == RECALL:
         return open_recall(folder)
-    sources = [config.data.source, *config.data.more]
-    return prepare(folder, sources, config.model_config().vocab_size, config.data.held_out_one_in)
+    return prepare(folder, sources_of(config.data), config.model_config().vocab_size, config.data.held_out_one_in)
 
 
 def build_model(config: TrainConfig, device: torch.device) -> Model:

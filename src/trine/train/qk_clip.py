@@ -53,8 +53,8 @@ def qk_clip(model: nn.Module, optimizers: Optimizers) -> list[ClippedHead]:
         over = [head for head, peak in enumerate(peaks) if peak > limit]
         if not over:
             continue
-        gamma_H = torch.tensor([limit / peaks[head] if head in over else 1.0 for head in range(module.heads)])
-        query_R, key_R = head_factors(module, gamma_H)
+        gamma = [limit / peaks[head] if head in over else 1.0 for head in range(module.heads)]
+        query_R, key_R = head_factors(module, torch.tensor(gamma, dtype=torch.float64))
         optimizers.scale_rows(f"{name}.q_up.weight", query_R)
         optimizers.scale_rows(f"{name}.kv_up.weight", key_R)
         clipped += [ClippedHead(name, head, peaks[head]) for head in over]
@@ -67,5 +67,5 @@ def head_factors(module: GatedMLA, gamma_H: Tensor) -> tuple[Tensor, Tensor]:
     shared = module.q_up.weight.shape[0] // heads - content
     root_H1, gamma_H1 = gamma_H.sqrt()[:, None], gamma_H[:, None]
     query_HC = torch.cat((root_H1.expand(heads, content), gamma_H1.expand(heads, shared)), 1)
-    key_HC = torch.cat((root_H1.expand(heads, content), torch.ones(heads, content)), 1)
+    key_HC = torch.cat((root_H1.expand(heads, content), torch.ones(heads, content, dtype=gamma_H.dtype)), 1)
     return query_HC.flatten(), key_HC.flatten()

@@ -14,14 +14,14 @@ import torch
 
 from trine.balance import QuantileBalancing
 from trine.data import Shards
-from trine.data.mixture import MixturePlan
+from trine.data.generated import RECALL
 from trine.model import Model
 from trine.train import machine
 from trine.train.config import TrainConfig, share_text
-from trine.train.loop import build_model, choose_device, open_data, stage_plans, stored_batches
+from trine.train.loop import build_model, choose_device, open_data, recall_batches, stage_plans, stored_batches
 from trine.train.schedule import Plan, lay_out
 from trine.train.stored import run_path
-from trine.train.trainer import Trainer
+from trine.train.trainer import Batches, Trainer
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StageForecast:
     epochs: dict[str, float]  # passes over each part of the mixture in this stage
     epochs_in_all: dict[str, float]  # the same with the stages before
     long_share: float | None  # of the targets: from documents longer than the rows of the stage before
-    padding_share: float
+    padding_share: float | None
     step_seconds: float | None
     seconds: float | None
     peak_bytes: int | None  # of the process on a CPU, of its allocations on a card, up to the end of this stage
@@ -81,12 +81,16 @@ def forecast(config: TrainConfig, *, measure: bool = True) -> Forecast:
     warning = machine.busy_warning() if measure else None
     with _data(config) as shards:
         plan = lay_out(config.stages, config.tokens)
-        plans = stage_plans(config, plan, shards)
-        measured = _measure(config, plan, plans, settings["threads"]) if measure else [(None, None)] * len(plan.spans)
+        made = config.data.source == RECALL  # rows made while they are read: nothing to count
+        plans = [] if made else stage_plans(config, plan, shards)
+        reports = [rows.report() for rows in plans]
+        batches = recall_batches(config, plan, shards) if made else stored_batches(plans)
+        measured = _measure(config, plan, batches, settings["threads"]) if measure else [(None, None)] * len(plan.spans)
         stages = []
-        for span, rows, (step_seconds, peak) in zip(plan, plans, measured, strict=True):
-            report, stage = rows.report(), span.stage
+        for span, (step_seconds, peak) in zip(plan, measured, strict=True):
+            stage, report = span.stage, None if made else reports[span.index]
             names = [share_text(part) for part in stage.mixture] or ["all documents"]
+            parts = {} if report is None else dict(zip(names, report.parts, strict=True))
             stages.append(
                 StageForecast(
                     stage=span.index,
@@ -97,16 +101,16 @@ def forecast(config: TrainConfig, *, measure: bool = True) -> Forecast:
                     micro_tokens=stage.micro_tokens,
                     recompute=stage.recompute,
                     mixture=tuple(share_text(part) for part in stage.mixture),
-                    epochs={name: part.epochs for name, part in zip(names, report.parts, strict=True)},
-                    epochs_in_all={name: part.epochs_in_all for name, part in zip(names, report.parts, strict=True)},
-                    long_share=report.long_share,
-                    padding_share=report.padding_share,
+                    epochs={name: part.epochs for name, part in parts.items()},
+                    epochs_in_all={name: part.epochs_in_all for name, part in parts.items()},
+                    long_share=None if report is None else report.long_share,
+                    padding_share=None if report is None else report.padding_share,
                     step_seconds=step_seconds,
                     seconds=None if step_seconds is None else step_seconds * span.steps,
                     peak_bytes=peak,
                 )
             )
-        warnings = [*([warning] if warning else []), *(text for rows in plans for text in rows.report().warnings)]
+        warnings = [*([warning] if warning else []), *(text for one in reports for text in one.warnings)]
     return Forecast(
         stages=tuple(stages),
         steps=plan.steps,
@@ -129,14 +133,12 @@ def _data(config: TrainConfig) -> Iterator[Shards]:
         yield open_data(config, Path(name) / "data")
 
 
-def _measure(
-    config: TrainConfig, plan: Plan, plans: list[MixturePlan], threads: int
-) -> list[tuple[float | None, int | None]]:
+def _measure(config: TrainConfig, plan: Plan, batches: Batches, threads: int) -> list[tuple[float | None, int | None]]:
     """(seconds a step, peak bytes so far) of each stage."""
     device = choose_device(config)
     model: Model = build_model(config, device)
     trainer = Trainer(
-        *(model, plan, stored_batches(plans), config.optimizer),
+        *(model, plan, batches, config.optimizer),
         balancer=QuantileBalancing(config.model_config().top_k),
         workers=threads,
     )

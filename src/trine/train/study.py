@@ -23,6 +23,7 @@ from trine._log import logger
 from trine.data import Shards
 from trine.data._files import write_atomically
 from trine.evals.bits import held_out_bits
+from trine.evals.tasks import evaluate_tasks, plan_tasks
 from trine.model import Model
 from trine.train import machine
 from trine.train.config import EvalConfig, TrainConfig, train_preset
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RESERVE = 0.85  # of the budget that is planned; evaluations and slow minutes take the rest
+TASK_TOKENS = 196_608  # that the questions after each run may take
 FORMAT_VERSION = 1
 
 
@@ -76,7 +78,7 @@ def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         arms[arm] = {"seeds": len(own)}
         for key in ("tokens_per_s", "seconds", "loss"):
             arms[arm][key] = _spread([one[key] for one in own])
-        for key in ("bits_by_context", "recall_by_length"):
+        for key in ("bits_by_context", "recall_by_length", "chance_by_length", "gap_by_length"):
             names = list(dict.fromkeys(name for one in own for name in one.get(key, {})))
             arms[arm][key] = {name: _spread([one[key][name] for one in own if name in one[key]]) for name in names}
     return arms
@@ -91,7 +93,11 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 def _planned(config: StudyConfig, folder: Path, say: Any) -> dict[str, Any]:
     """The study's plan as it was first made, so that its runs see the same tokens whenever they are run."""
-    wanted = {key: value for key, value in asdict(config).items() if key in ("preset", "longest", "source")}
+    wanted = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in asdict(config).items()
+        if key in ("preset", "longest", "source", "more")
+    }
     path = folder / "plan.json"
     if path.exists():
         plan = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -130,7 +136,7 @@ def _planned(config: StudyConfig, folder: Path, say: Any) -> dict[str, Any]:
 
 def _run_config(config: StudyConfig, arm: str, seed: int, folder: Path, tokens: int) -> TrainConfig:
     base = train_preset(config.preset)
-    data = dataclasses.replace(base.data, source=config.source or base.data.source)
+    data = dataclasses.replace(base.data, source=config.source or base.data.source, more=config.more)
     return dataclasses.replace(
         base,
         run=f"{arm}-{seed}",
@@ -183,20 +189,36 @@ def _one_run(
         "tokens_per_s": lines[-1]["tokens"] / seconds,
         "loss": statistics.fmean(line["loss"] for line in lines[-10:] if line["loss"] is not None),
         "seconds_by_stage": _by_stage(lines),
-        **measure(stored.model, Shards.open(run / "data"), config.longest),
+        **measure(stored.model, Shards.open(run / "data"), config.longest, TASK_TOKENS),
         "threads": threads,
         "in_all_seconds": round(time.perf_counter() - began, 1),
     }
     _write(run / "result.json", result)
 
 
-def measure(model: Model, shards: Shards, longest: int) -> dict[str, Any]:
-    """Held-out bits per byte with contexts from the shortest row to the longest: what a longer context is worth."""
+def measure(model: Model, shards: Shards, longest: int, task_tokens: int) -> dict[str, Any]:
+    """What a longer context is worth to a model.
+
+    Returns:
+        ``bits_by_context``: held-out bits per byte with contexts from the shortest row to the longest;
+        ``recall_by_length``, ``chance_by_length``: share of the answers' tokens that are right, over all task families,
+        and what guessing gives; ``gap_by_length``: nats an answer token between evidence swapped and in place.
+    """
+    lengths = [length for length in LENGTHS if length <= longest]
     bits = {}
-    for context in (length for length in LENGTHS if length <= longest):
+    for context in lengths:
         report = held_out_bits(model, shards, context=context, tokens_per_call=max(4096, context))
         bits[str(context)] = report.bits_per_byte if report.bits_per_byte is not None else report.bits_per_byte_all
-    return {"bits_by_context": bits}
+    found: dict[str, Any] = {"bits_by_context": bits}
+    if task_tokens:
+        asked = evaluate_tasks(model, shards.tokenizer, plan_tasks(lengths[1:], budget=task_tokens))
+        cells = [cell for family in asked["families"].values() for cell in family]
+        for name, key in (("recall", "token_accuracy"), ("chance", "chance"), ("gap", "gap")):
+            found[f"{name}_by_length"] = {
+                str(length): statistics.fmean(cell[key] for cell in cells if cell["length"] == length)
+                for length in sorted({cell["length"] for cell in cells})
+            }
+    return found
 
 
 def _by_stage(lines: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trine.config import need_finite
 from trine.train.config import Stage, default_mixture
 
 ARMS = ("staged-mixture", "staged", "longest")
@@ -30,10 +31,12 @@ class StudyConfig:
     tokens: int = 0  # of each run; 0 takes what fits into the budget
     budget: float = 55.0  # minutes for the whole study on this machine, measured before it starts
     source: str = ""  # data, as of trine train; empty takes the preset's
+    more: tuple[str, ...] = ("tasks:800x500", "tasks:300x2000")  # further data of every arm, as of trine train
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes a card when torch sees one
     threads: int = 0  # CPU threads; 0 chooses
 
     def __post_init__(self) -> None:
+        need_finite(self)
         if self.longest not in LENGTHS[1:]:
             raise ValueError(f"longest: found {self.longest}, need one of {', '.join(map(str, LENGTHS[1:]))}")
         if self.seeds < 1:

@@ -27,7 +27,8 @@ def study_headings(found: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         "arm",
         *(f"bits/byte, context {int(one):,}" for one in bits),
-        *(f"recall, {int(one):,} tokens" for one in recall),
+        *(f"recall (chance), {int(one):,} tokens" for one in recall),
+        *(f"evidence gap, {int(one):,} tokens" for one in recall),
         "training loss",
         "tokens/s",
         "time of a run",
@@ -43,7 +44,8 @@ def study_rows(found: Mapping[str, Any]) -> list[Row]:
             (
                 ARM_WORDS.get(arm, arm),
                 *(_number(values["bits_by_context"].get(one), 3) for one in bits),
-                *(_percent(values["recall_by_length"].get(one)) for one in recall),
+                *(_recall(values, one) for one in recall),
+                *(_number(values["gap_by_length"].get(one), 3) for one in recall),
                 _number(values["loss"], 3),
                 _number(values["tokens_per_s"], 0),
                 duration(values["seconds"]["mean"]),
@@ -80,7 +82,8 @@ def _note(found: Mapping[str, Any]) -> str:
     longest = found["config"]["longest"]
     return (
         f"Preset {found['config']['preset']}, {found['tokens']:,} tokens a run in steps of {longest:,}, {seeds} seeds: "
-        "mean (standard deviation). Bits per byte of held-out files, read with contexts of several lengths."
+        "mean (standard deviation). Bits per byte of held-out files, read with contexts of several lengths. Evidence "
+        "gap: nats an answer token between a task with its evidence swapped and in place."
     )
 
 
@@ -99,8 +102,10 @@ def _number(value: Mapping[str, Any] | None, digits: int) -> str:
     return f"{value['mean']:,.{digits}f}{deviation}"
 
 
-def _percent(value: Mapping[str, Any] | None) -> str:
-    if value is None:
+def _recall(values: Mapping[str, Any], length: str) -> str:
+    """Share of right answer tokens, its deviation over seeds, and chance, in percent."""
+    recall = values["recall_by_length"].get(length)
+    if recall is None:
         return "-"
-    deviation = "" if value["deviation"] is None else f" ({100 * value['deviation']:.0f})"
-    return f"{100 * value['mean']:.0f} %{deviation}"
+    deviation = "" if recall["deviation"] is None else f" ± {100 * recall['deviation']:.1f}"
+    return f"{100 * recall['mean']:.1f}{deviation} % ({100 * values['chance_by_length'][length]['mean']:.1f})"
