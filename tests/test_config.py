@@ -47,8 +47,19 @@ def test_b014_depth_sources_count_embedding_blocks_and_partial(layers: int, bloc
             "g_min: found -5.0, need tile * |g_min| < 88 (the range of float32), found 32 * 5 = 160",
         ),
         ({"g_min": 0.0}, "g_min: found 0.0, need a negative log-decay"),
-        ({"gate_kind": "clamp"}, "gate_kind: found 'clamp', need 'bounded' or 'softplus'"),
-        ({"residual": "none"}, "residual: found 'none', need one of ('attn_res', 'plain', 'chunk', 'shallow_to_deep')"),
+        (
+            {"tile": 1, "g_min": -50.0},  # KDA's own tile has 16 rows
+            "g_min: found -50.0, need tile * |g_min| < 88 (the range of float32), found 16 * 50 = 800",
+        ),
+        ({"g_min": float("nan")}, "g_min: found nan, need a finite number"),
+        ({"situ_beta": float("inf")}, "situ_beta: found inf, need a finite number"),
+        ({"init_std": -1.0}, "init_std: found -1.0, need None or a positive number"),
+        ({"init_std": 0.0}, "init_std: found 0.0, need None or a positive number"),
+        ({"gate_kind": "clamp"}, "gate_kind: found 'clamp', need one of bounded, softplus"),
+        (
+            {"residual": "plian"},
+            "residual: found 'plian', need one of attn_res, plain, chunk, shallow_to_deep; did you mean 'plain'?",
+        ),
         ({"residual": "shallow_to_deep"}, "shallow_layers: found (), need at least one layer"),
         (
             {"residual": "shallow_to_deep", "shallow_layers": (1, 3), "deep_layers": (3,)},

@@ -5,10 +5,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trine.config import PRESETS
+from trine.config import PRESETS, SourceShare
 from trine.train.config import (
     OPERATIONAL,
     TRAIN_PRESETS,
@@ -21,6 +22,7 @@ from trine.train.config import (
     train_preset,
     train_to_dict,
 )
+from trine.train.stored import stored_config
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -91,6 +93,25 @@ def test_toml_sets_what_it_names_and_takes_the_rest_from_its_preset(tmp_path: Pa
         ("[[stages]]\nstep_tokens = 6000", "stages.step_tokens: found 6000, need a multiple of micro_tokens = 2048"),
         ("[optimizer]\nmomentum = 1.0", "optimizer.momentum: found 1.0, need 0 to below 1"),
         ("seed = ", "not a TOML file"),
+        ("preset = ['smoke']", "preset: found ['smoke'], need a value of type str"),
+        ("preset = {}", "preset: found {}, need a value of type str"),
+        pytest.param(f"x = {'[' * 3000}{']' * 3000}", "nested too deeply", id="nested lists"),
+        (f"seed = {10**23}", f"seed: found {10**23}, need 0 to 2**63 - 1"),
+        ("seed = -1", "seed: found -1, need 0 to 2**63 - 1"),
+        ('run = "a\\u0000b"', "run: found"),
+        ("device = 'cdua'", "device: found 'cdua', need one of auto, cpu, cuda; did you mean 'cuda'?"),
+        ("[optimizer.rates]\nmuon = inf", "optimizer.rates.muon: found inf, need a finite number"),
+        ("[optimizer.rates]\nother = nan", "optimizer.rates.other: found nan, need a finite number"),
+        pytest.param(
+            f"[optimizer.rates]\nother = {10**400}",
+            f"optimizer.rates.other: found {10**400}, need a finite number",
+            id="10^400",
+        ),
+        ("[optimizer]\nclip = inf", "optimizer.clip: found inf, need a finite number"),
+        ("mtp = inf", "mtp: found inf, need a finite number"),
+        ("[[stages]]\nmixture = ['*=1e999']", "mixture.*.weight: found inf, need a finite number"),
+        ("[model]\ninit_std = -1", "model.init_std: found -1.0, need None or a positive number"),
+        pytest.param("model = ['width=" + "(" * 4000 + "']", "model.width: found", id="nested parentheses"),
     ],
 )
 def test_a_bad_toml_is_refused_in_one_line_that_names_file_and_key(tmp_path: Path, text: str, message: str) -> None:
@@ -112,11 +133,40 @@ def test_shrinking_stages_are_refused() -> None:
         TrainConfig(stages=stages)
 
 
+def as_toml(values: dict[str, Any]) -> str:
+    """Nested values as TOML, tables inside a line; JSON writes the rest alike. Null, which TOML lacks, is left out."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key} = {one(v)}" for key, v in value.items() if v is not None) + "}"
+        return "[" + ", ".join(map(one, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+    return "".join(f"{key} = {one(value)}\n" for key, value in values.items())
+
+
+MIXTURES = {
+    "no mixture": (),
+    "a mixture": (SourceShare("*", 0.25, longest=511), SourceShare("a b", 0.75, 0.5, shortest=512)),
+}
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("name", list(TRAIN_PRESETS))
-def test_plans_survive_json(name: str) -> None:
-    config = train_preset(name)
-    assert train_from_dict(json.loads(json.dumps(train_to_dict(config)))) == config
-    assert config.preset == name
+def test_plans_survive_json_run_records_and_toml(tmp_path: Path, name: str, mixture: str) -> None:
+    plan = train_preset(name)
+    stages = tuple(dataclasses.replace(stage, mixture=MIXTURES[mixture]) for stage in plan.stages)
+    for config in (plan, dataclasses.replace(plan, stages=stages)):
+        values = train_to_dict(config)
+        assert train_from_dict(json.loads(json.dumps(values))) == config
+        (tmp_path / "run.json").write_text(json.dumps({"format_version": 1, "config": values}))
+        assert stored_config(tmp_path) == config
+        assert load_toml(toml(tmp_path, as_toml(values))) == config
+        assert config.preset == name
+
+
+def test_a_whole_number_is_a_weight(tmp_path: Path) -> None:
+    path = toml(tmp_path, "[[stages]]\nmixture = [{source = 'a', weight = 1, end = 2}]")
+    assert load_toml(path).stages[0].mixture == (SourceShare("a", 1.0, 2.0),)
 
 
 def test_a_model_without_a_plan_and_no_model_at_all_are_told_apart() -> None:

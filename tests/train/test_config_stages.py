@@ -167,7 +167,7 @@ def test_a_run_without_qk_clip_in_its_record_had_none(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"mtp": -0.1}, "mtp: found -0.1, need 0"),
-        ({"on_spike": "panic"}, "on_spike: found 'panic', need 'continue' or 'rollback'"),
+        ({"on_spike": "panic"}, "on_spike: found 'panic', need one of continue, rollback"),
     ],
 )
 def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
