@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 GateKind = Literal["bounded", "softplus"]
 ResidualKind = Literal["attn_res", "plain", "chunk", "shallow_to_deep"]
 
 # ln of the largest finite float32 (and bfloat16): decay factors inside one tile must stay below e^88.
 MAX_TILE_LOG_RANGE = 88.0
+KDA_TILE = 16  # rows of the tiles that `trine.ops.kda` works in, whatever `ModelConfig.tile` says
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class SourceShare:
 
     def __post_init__(self) -> None:
         where = f"mixture.{self.source or 'source'}"
+        need_finite(self, f"{where}.")
         if not self.source:
             raise ValueError(f"{where}: found '', need the name of a source")
         if self.weight < 0 or (self.end is not None and self.end < 0):
@@ -89,6 +93,7 @@ class ModelConfig:
     mtp: bool = False  # one layer more that predicts the token after the next, used in training only
 
     def __post_init__(self) -> None:
+        need_finite(self)
         for name in (
             *("width", "layers", "heads", "head_dim", "q_rank", "kv_rank", "dense_width", "experts", "top_k"),
             *("latent_width", "expert_width", "vocab_size", "block_layers", "conv_kernel", "tile"),
@@ -102,12 +107,13 @@ class ModelConfig:
         _need(self.decay_rank is None or self.decay_rank >= 1, "decay_rank", self.decay_rank, "None or at least 1")
         _need(self.top_k < self.experts, "top_k", self.top_k, f"less than experts = {self.experts}")
         _need(self.g_min < 0, "g_min", self.g_min, "a negative log-decay")
-        span = self.tile * abs(self.g_min)
-        limit = f"tile * |g_min| < {MAX_TILE_LOG_RANGE:g} (the range of float32), found {self.tile} * {-self.g_min:g}"
+        # A smaller tile cannot help: KDA's own has 16 rows.
+        rows = max(self.tile, KDA_TILE)
+        span = rows * abs(self.g_min)
+        limit = f"tile * |g_min| < {MAX_TILE_LOG_RANGE:g} (the range of float32), found {rows} * {-self.g_min:g}"
         _need(span < MAX_TILE_LOG_RANGE, "g_min", self.g_min, f"{limit} = {span:g}")
-        _need(self.gate_kind in ("bounded", "softplus"), "gate_kind", self.gate_kind, "'bounded' or 'softplus'")
-        kinds = ("attn_res", "plain", "chunk", "shallow_to_deep")
-        _need(self.residual in kinds, "residual", self.residual, f"one of {kinds}")
+        need_one_of("gate_kind", self.gate_kind, ("bounded", "softplus"))
+        need_one_of("residual", self.residual, ("attn_res", "plain", "chunk", "shallow_to_deep"))
         if self.residual == "shallow_to_deep":
             _need(bool(self.shallow_layers), "shallow_layers", self.shallow_layers, "at least one layer")
             _need(bool(self.deep_layers), "deep_layers", self.deep_layers, "at least one layer")
@@ -117,6 +123,7 @@ class ModelConfig:
             )
         for name in ("situ_beta", "situ_linear_beta", "embed_std"):
             _need(getattr(self, name) > 0, name, getattr(self, name), "a positive number")
+        _need(self.init_std is None or self.init_std > 0, "init_std", self.init_std, "None or a positive number")
         for name in ("norm_eps", "mla_norm_eps"):
             _need(getattr(self, name) >= 0, name, getattr(self, name), "zero or more")
 
@@ -139,6 +146,31 @@ class ModelConfig:
 def _need(holds: bool, name: str, found: object, needed: str) -> None:
     if not holds:
         raise ValueError(f"{name}: found {found!r}, need {needed}")
+
+
+def need_finite(values: Any, prefix: str = "") -> None:
+    """Refuse infinities and not-a-number in the fields of a dataclass: comparisons such as ``> 0`` let some through.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    for field in dataclasses.fields(values):
+        value = getattr(values, field.name)
+        if isinstance(value, float):
+            _need(math.isfinite(value), prefix + field.name, value, "a finite number")
+
+
+def need_one_of(name: str, found: object, choices: Iterable[str]) -> None:
+    """Refuse a word that is none of ``choices``.
+
+    Raises:
+        ValueError: naming the field, with the nearest choice.
+    """
+    known = list(choices)
+    if found not in known:
+        near = difflib.get_close_matches(str(found), known, n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name}: found {found!r}, need one of {', '.join(known)}{hint}")
 
 
 def _check_layer_list(name: str, values: tuple[int, ...], layers: int) -> None:
@@ -269,10 +301,7 @@ def preset(name: str) -> ModelConfig:
     Raises:
         ValueError: unknown name; the message suggests the nearest one.
     """
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"preset: found {name!r}, need one of {', '.join(PRESETS)}{hint}")
+    need_one_of("preset", name, PRESETS)
     return PRESETS[name]
 
 
