@@ -181,7 +181,7 @@ class Evaluation:
 def saturated_gates(tile: int, g_min: float) -> Tensor:
     """Gates ``[patterns, tile]`` in float64 with every value 0 or ``g_min``: constant, and switched at some row."""
     row = torch.arange(tile)
-    cuts = sorted({0, 1, tile // 2, tile // 2 + 1, tile - 1, tile})
+    cuts = sorted({0, 1, tile // 2, tile // 2 + 1, tile - 1})
     on = torch.stack([row >= cut for cut in cuts] + [row < cut for cut in cuts] + [row % 2 == 0]).unique(dim=0)
     return torch.where(on, torch.tensor(g_min, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
 
@@ -207,28 +207,25 @@ def evaluate(setting: Setting) -> Evaluation:
     """
     c, k, form = setting.tile, setting.head_dim, FORMATS[setting.format]
     gates = saturated_gates(c, setting.g_min)  # [P, C], the same in all channels
-    sign = torch.where(torch.arange(k) % 3 == 0, -1.0, 1.0)
-    even, alone = sign * k**-0.5, torch.zeros(k)
-    alone[k // 2] = 1.0
     G = gates.float().cumsum(-1).unsqueeze(-1)
     R = anchor_of(setting.anchor, G, setting.g_min)
     grow, shrink = (G - R).exp(), (R - G).exp()  # [P, C, 1]
+    exact_G = gates.cumsum(-1)
+    decay = (exact_G.unsqueeze(-1) - exact_G.unsqueeze(-2)).exp()  # [P, C, C], of use on and below the diagonal
+    lower = torch.ones(c, c, dtype=torch.bool).tril()
     finite = normal = True
     worst = 0.0
-    exact_G = gates.cumsum(-1)
-    decay = (exact_G.unsqueeze(-1) - exact_G.unsqueeze(-2)).tril().exp().tril()  # [P, C, C]
-    for vector in (even, alone):
+    even = torch.where(torch.arange(k) % 3 == 0, -1.0, 1.0) * k**-0.5
+    for vector in (even, torch.ones(1)):  # the components that are not zero
         query, key = form.round(vector * k**-0.5 * grow), form.round(vector * shrink)  # [P, C, K]
-        used = vector != 0
-        for factor in (query[..., used], key[..., used]):
+        for factor in (query, key):
             finite &= bool(factor.isfinite().all())
             normal &= bool((factor.abs() >= form.smallest).all())
-        product = torch.where(torch.ones(c, c, dtype=torch.bool).tril(), query @ key.mT, 0.0).double()
-        size = (vector.double().square().sum() * k**-0.5) * decay  # terms of one sign: their sum is the exact product
-        error = ((product - size).abs() / size.clamp_min(1e-30)).tril()
-        # Decays below float32's range are zero for every purpose.
-        error = torch.where(size < 1e-30, product.abs(), error)
-        worst = max(worst, float(error.nan_to_num(nan=math.inf).max()))
+        # All terms have one sign, so the exact product is the sum of their sizes. Decays below float32's range are
+        # zero for every purpose.
+        size = decay * k**-0.5
+        error = (query @ key.mT - size).abs() / size.clamp_min(1e-30)
+        worst = max(worst, float(torch.where(lower, error, 0.0).nan_to_num(nan=math.inf).max()))
     # Two roundings, then float32's own errors in exponents of up to a hundred.
     within = worst <= 2.1 * form.unit + 1e-3
     return Evaluation(finite and normal and within, finite, normal, worst)

@@ -37,7 +37,8 @@ def decay_limits(calibration: Record, mark: float = -5.0) -> Figure:
                 axes.plot(grid["tile"], heights, color=colour, linestyle=styles[i % len(styles)], marker="o",
                           markersize=4, linewidth=1.6, label=anchor)  # fmt: skip
             axes.axhline(-mark, color=INK, linewidth=0.9, linestyle=(0, (5, 3)))
-            axes.annotate(f"g_min = {mark:g}", (0.98, -mark), xycoords=axes.get_yaxis_transform(), ha="right",
+            place = ((0.98, -mark), (0, 3), axes.get_yaxis_transform(), "offset points")
+            axes.annotate(f"g_min = {mark:g}", *place, ha="right",
                           va="bottom", fontsize=8)  # fmt: skip
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")

@@ -1,0 +1,166 @@
+"""Train the laptop preset with softplus gates for a few minutes, migrate it, let it recover; and some not safe.
+
+python benchmarks/migrate_laptop.py [--preset laptop] [--steps 100] [--folder build/migrate]
+
+Two teachers: gates as they start by default, and gates that start strong (A_log uniform between log 1 and log 16, as
+Kimi-Linear's released code draws it). Each is migrated with g_min = -5, and to a bound that its gates go beyond.
+Recovery is 2 % of the teacher's training tokens. Beside it two controls with the same tokens and rates: the teacher
+trained on as it is, and the teacher's old numbers in the new formula, without a fit. Losses are of held-out text.
+Writes benchmarks/results/migrate_laptop-*.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import _common
+import torch
+
+SHARE = 0.02  # of the training tokens, for recovery
+HELD_OUT = 16_384  # tokens that losses are measured on
+LENGTH = 512
+
+
+@dataclass(frozen=True)
+class MigrationRecord(_common.Record):
+    """A migration: losses in nats a held-out token. ``error`` is that of the fitted model over the teacher."""
+
+    verdict: str | None = None
+    reasons: tuple[str, ...] = ()
+    g_min: float | None = None
+    training_tokens: int | None = None
+    recovery_tokens: int | None = None
+    loss_teacher: float | None = None
+    loss_swapped: float | None = None
+    loss_fitted: float | None = None
+    loss_recovered: float | None = None
+    loss_control_teacher: float | None = None
+    loss_control_swapped: float | None = None
+    recovered_share: float | None = None  # of the gap between the swapped model and the teacher
+    recovered_share_of_fit: float | None = None  # of the gap that the fit left
+    layers: tuple[dict[str, Any], ...] = ()
+
+
+def train_teacher(folder: Path, preset: str, steps: int, strong: bool) -> Path:
+    """A run with softplus gates; gone on with when it was interrupted, kept when it is done."""
+    from trine.train.callbacks import Callback
+    from trine.train.config import EvalConfig, train_preset
+    from trine.train.loop import train
+
+    name = f"{preset}-{'strong' if strong else 'default'}"
+
+    class StrongGates(Callback):
+        name = "strong_gates"
+
+        def on_start(self, trainer: Any) -> None:
+            random = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for parameter_name, parameter in trainer.model.named_parameters():
+                    if trainer.step == 0 and parameter_name.endswith(".A_log"):
+                        parameter.copy_(torch.rand(parameter.shape, generator=random) * math.log(16))
+
+    base = train_preset(preset)
+    stage = base.stages[0]
+    config = replace(
+        base,
+        model=("gate_kind=softplus",),
+        run=name,
+        runs=str(folder),
+        resume=(folder / name / "run.json").exists(),
+        tokens=steps * stage.step_tokens,
+        eval=EvalConfig(run=False),
+        threads=torch.get_num_threads(),
+        checkpoint_every=25,
+        keep=1,
+    )
+    return train(config, callbacks=[StrongGates()] if strong else []).folder
+
+
+def controls(teacher: Path, g_min: float) -> tuple[float, float, int]:
+    """Losses after the recovery's tokens of the teacher as it is and of its numbers in the new formula;
+    its tokens."""
+    from trine.data import Shards
+    from trine.decay.calibrate_gates import held_out_rows, mean_loss
+    from trine.decay.migrate import bounded_twin
+    from trine.decay.migrate_recover import Recovery, recover
+    from trine.train.schedule import lay_out
+    from trine.train.stored import load_run
+
+    run = load_run(teacher)
+    shards = Shards.open(run.path / "data")
+    rows = held_out_rows(shards, HELD_OUT, LENGTH)
+    seen = lay_out(run.config.stages, run.config.tokens).tokens_before(run.step)
+    losses = []
+    for model in (copy.deepcopy(run.model), bounded_twin(run.model, g_min)):
+        recover(model, run.config, shards, seen, Recovery(SHARE))
+        losses.append(mean_loss(model, rows))
+    return losses[0], losses[1], seen
+
+
+def migrate(teacher: Path, out: Path, g_min: float, recovery: float) -> MigrationRecord:
+    """One migration as a record."""
+    from trine.decay.migrate import softplus_to_bounded
+    from trine.decay.migrate_recover import Recovery
+    from trine.train.stored import stored_config
+
+    shutil.rmtree(out, ignore_errors=True)
+    report = softplus_to_bounded(
+        teacher, out, g_min=g_min, tokens=HELD_OUT, length=LENGTH, recovery=Recovery(recovery), say=print
+    )
+    loss = report["loss"]
+    kept, swapped, seen = controls(teacher, g_min) if recovery else (None, None, None)
+    after = loss["recovered"] if recovery else loss["fitted"]
+    gaps = [loss[name] - loss["before"] for name in ("swapped", "fitted")]
+    return MigrationRecord(
+        benchmark="migrate_laptop",
+        case=f"{teacher.name} to g_min {g_min:g}",
+        gates="strong" if "strong" in teacher.name else "default",
+        impl="trine",
+        error=gaps[1],
+        note=f"{stored_config(teacher).preset} preset",
+        verdict=report["verdict"],
+        reasons=tuple(report["reasons"]),
+        g_min=g_min,
+        training_tokens=seen,
+        recovery_tokens=sum(part["tokens"] for part in report["recovery"]["parts"]),
+        loss_teacher=loss["before"],
+        loss_swapped=loss["swapped"],
+        loss_fitted=loss["fitted"],
+        loss_recovered=loss["recovered"],
+        loss_control_teacher=kept,
+        loss_control_swapped=swapped,
+        recovered_share=(loss["swapped"] - after) / gaps[0],
+        recovered_share_of_fit=(loss["fitted"] - after) / gaps[1] if recovery else None,
+        layers=tuple(report["layers"]),
+    )
+
+
+def main() -> None:
+    """Train, migrate, record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", default="laptop", choices=("laptop", "smoke"))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--folder", type=Path, default=Path("build/migrate"))
+    parser.add_argument("--gates", default="both", choices=("default", "strong", "both"))
+    parser.add_argument("--threads", type=int, default=0)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    _common.threads(options.threads)
+    records = []
+    for strong in {"default": (False,), "strong": (True,), "both": (False, True)}[options.gates]:
+        teacher = train_teacher(options.folder, options.preset, options.steps, strong)
+        for g_min, recovery in ((-5.0, SHARE), (-0.25, SHARE)):
+            record = migrate(teacher, options.folder / f"{teacher.name}-{-g_min:g}", g_min, recovery)
+            print(record)
+            records.append(record)
+    print(_common.write_records("migrate_laptop", records))
+
+
+if __name__ == "__main__":
+    main()
