@@ -20,6 +20,7 @@ from trine.train.checkpoint import (
     read_state,
     read_tensors,
     save_checkpoint,
+    set_aside,
 )
 from trine.train.errors import RunError
 
@@ -117,6 +118,27 @@ def test_the_newest_are_kept_and_leftovers_swept(tmp_path: Path) -> None:
     prune(tmp_path, 2)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [20, 1_000_000]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "step-000020", "step-1000000"]
+
+
+def test_damaged_checkpoints_do_not_count_and_the_one_just_written_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step)
+    shorten(tmp_path / "step-000005")
+    (tmp_path / "step-000003" / "state.json").unlink()
+    prune(tmp_path, 2)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 3, 4, 5]
+    prune(tmp_path, 1, tmp_path / "step-000002")
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 4, 5]
+
+
+def test_what_is_set_aside_is_kept_under_another_name(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for expected in ("step-000002-damaged", "step-000002-damaged-2"):
+        shorten(save(tmp_path, 2))
+        assert [path.name for path in set_aside(newest_valid(tmp_path)[2])] == [expected]
+        assert [step for step, _ in list_checkpoints(tmp_path)] == [1]
+    prune(tmp_path, 1)
+    assert (tmp_path / "step-000002-damaged" / "model.safetensors").stat().st_size == 40
 
 
 def test_a_valid_checkpoint_is_never_replaced(tmp_path: Path) -> None:

@@ -282,6 +282,60 @@ def test_three_in_a_row_stop_the_run_with_code_three(make: Any) -> None:
     assert again.step == 12
 
 
+def break_update(trainer: Trainer, step: int) -> None:
+    """Let the update of one step (from 1) leave a parameter that is not a number."""
+    true_step = trainer.optimizers.step
+
+    def update() -> None:
+        true_step()
+        if trainer.step + 1 == step:
+            with torch.no_grad():
+                trainer.model.head.weight[2, 1] = math.nan
+
+    trainer.optimizers.step = update  # type: ignore[method-assign]
+
+
+BROKEN = "an earlier update made parameter head.weight not finite, so this state is not saved; "
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("every", "stops_at"), [(1, 4), (3, 6)])
+def test_an_update_that_breaks_the_model_leaves_the_last_good_checkpoint(
+    make: Any, every: int, stops_at: int, background: bool
+) -> None:
+    trainer = make(saved=True, callbacks=[SaveEvery(every)], keep=1, background=background)
+    break_update(trainer, 4)
+    with pytest.raises(NumericStop) as error:
+        trainer.run()
+    assert str(error.value) == f"step {stops_at}: {BROKEN}the last good checkpoint is step-000003"
+    assert error.value.exit_code == 3
+    checkpoints = trainer.folder.checkpoints
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000003"]
+    assert events(trainer)[-1]["tensor"] == "parameter head.weight"
+    again = make(saved=True)
+    again.resume()
+    again.run()
+    assert again.step == 12 and all(bool(torch.isfinite(p).all()) for p in again.model.parameters())
+
+
+def test_a_model_that_is_broken_at_once_is_not_saved_and_the_message_says_so(make: Any) -> None:
+    trainer = make(saved=True)
+    break_update(trainer, 1)
+    with pytest.raises(NumericStop) as error:
+        trainer.run()
+    what = "step 4: loss or gradient not finite 3 steps in a row; "
+    assert str(error.value) == f"{what}{BROKEN}there is no good checkpoint"
+    assert list_checkpoints(trainer.folder.checkpoints) == []
+
+
+def test_an_optimizer_that_is_broken_is_not_saved_either(make: Any) -> None:
+    trainer = make(3, saved=True)
+    trainer.run(2)
+    next(iter(trainer.optimizers.state_tensors().values())).view(-1)[0] = math.inf
+    with pytest.raises(NumericStop, match=r"made optimizer state .* not finite.*the last good checkpoint is step-0000"):
+        trainer.save()
+
+
 def test_clipping_bounds_the_update_and_the_record_shows_the_norm_before(make: Any, tiny: SimpleNamespace) -> None:
     trainer = make(optimizer=tiny.optimizer(clip=1e-3))
     seen: list[float] = []
@@ -369,13 +423,29 @@ def test_resume_passes_over_damage_with_an_event_and_refuses_when_nothing_is_lef
     assert again.resume().name == "step-000006" and again.step == 6
     event = events(again)[-1]
     assert event["kind"] == "damaged_checkpoint" and event["path"] == "step-000008"
-    assert "optimizer.safetensors is damaged" in event["reason"]
-    with pytest.raises(CheckpointError, match=r"step-000008: optimizer.safetensors is damaged"):
-        again.load(checkpoints / "step-000008")
+    assert "optimizer.safetensors is damaged" in event["reason"] and event["renamed"] == "step-000008-damaged"
+    with pytest.raises(CheckpointError, match=r"step-000008-damaged: optimizer.safetensors is damaged"):
+        again.load(checkpoints / "step-000008-damaged")
     for _, path in list_checkpoints(checkpoints):
         (path / "state.json").write_text("{")
     with pytest.raises(RunError, match="no valid checkpoint"):
         make(12, saved=True).resume()
+
+
+def test_damaged_checkpoints_never_push_out_good_ones(make: Any) -> None:
+    """Steps 4, 6 and 8 are there, 6 and 8 damaged; resumed with one kept, and stopped before step 8 comes again."""
+    trainer = make(12, saved=True, callbacks=[SaveEvery(2)], keep=3)
+    trainer.run(8)
+    checkpoints = trainer.folder.checkpoints
+    for name in ("step-000006", "step-000008"):
+        os.truncate(checkpoints / name / "model.safetensors", 100)
+    again = make(12, saved=True, callbacks=[SaveEvery(1)], keep=1)
+    assert again.resume().name == "step-000004"
+    again.train_step()
+    again.save()
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["step-000005", "step-000006-damaged", "step-000008-damaged"]
+    assert checkpoint.newest_valid(checkpoints)[1]["step"] == 5
 
 
 def test_resume_without_a_checkpoint_begins_at_the_beginning(make: Any) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,12 @@ def _hash_state(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path, contents: bool = True) -> dict[str, Any]:
     """Check a whole checkpoint, tensor files included, and return its ``state.json``.
+
+    Args:
+        path: the checkpoint's folder.
+        contents: read the tensor files and compare their checksums; without it only their sizes are looked at.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.
@@ -167,7 +171,7 @@ def read_state(path: Path) -> dict[str, Any]:
         size = file.stat().st_size
         if size != entry["bytes"]:
             raise CheckpointError(f"checkpoint {path}: {name} is damaged ({size} bytes, need {entry['bytes']})")
-        if _hash_file(file) != entry["sha256"]:
+        if contents and _hash_file(file) != entry["sha256"]:
             raise CheckpointError(f"checkpoint {path}: {name} is damaged (its checksum does not fit)")
     return dict(state)
 
@@ -205,11 +209,44 @@ def newest_valid(folder: Path) -> tuple[Path | None, dict[str, Any], list[Damage
     return None, {}, damaged
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the ``keep`` newest checkpoints, and what unfinished saves left behind."""
-    for _, path in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+def set_aside(damaged: Sequence[Damaged]) -> list[Path]:
+    """Rename checkpoints that were passed over to ``step-000030-damaged``; they are kept, but no checkpoints any more.
+
+    Returns:
+        Where they are now.
+    """
+    moved = []
+    for one in damaged:
+        number, target = 1, one.path.with_name(f"{one.path.name}-damaged")
+        while target.exists():
+            number += 1
+            target = one.path.with_name(f"{one.path.name}-damaged-{number}")
+        one.path.rename(target)
+        moved.append(target)
+    return moved
+
+
+def prune(folder: Path, keep: int, written: Path | None = None) -> None:
+    """Remove what is older than the ``keep`` newest checkpoints, and what unfinished saves left behind.
+
+    Only checkpoints that are whole count, so that damaged ones never push out good ones; files are not read for that,
+    their sizes are compared. ``written``, just saved, stays in any case.
+    """
+    whole = 0
+    for _, path in reversed(list_checkpoints(folder)):
+        if whole >= keep and path != written:
+            shutil.rmtree(path, ignore_errors=True)
+        elif path == written or _looks_whole(path):
+            whole += 1
     sweep(folder)
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        read_state(path, contents=False)
+    except CheckpointError:
+        return False
+    return True
 
 
 def sweep(folder: Path) -> None:

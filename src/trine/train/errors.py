@@ -14,7 +14,7 @@ class RunError(TrainError):
 
 
 class NumericStop(TrainError):
-    """Non-finite losses or gradients in a row; no update was made with them. Exit code 3."""
+    """Losses or gradients, or the model itself, are not finite; what is on disk is. Exit code 3."""
 
     exit_code = 3
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -274,7 +275,8 @@ class Trainer:
 
         Raises:
             Interrupted: SIGINT or SIGTERM came; the last whole step is saved.
-            NumericStop: see `train_step`; the state with all good updates is saved.
+            NumericStop: see `train_step`; the state with all good updates is saved. Also when an update has made the
+                model's own numbers not finite: then nothing is saved and the checkpoints before stay.
             RunError: the disk is full.
         """
         until = self.plan.steps if steps is None else min(self.plan.steps, self.step + steps)
@@ -298,11 +300,7 @@ class Trainer:
                             stage = -1
                             break
                     if self.non_finite_in_row >= NON_FINITE_LIMIT:
-                        self._save_now()
-                        raise NumericStop(
-                            f"step {self.step}: loss or gradient not finite {self.non_finite_in_row} steps in a row; "
-                            "none of them changed the model, and events.jsonl names the tensor"
-                        )
+                        self._stop_non_finite()
                 self._heed_signals()
                 self._save_now()
             except _Stop:
@@ -315,6 +313,31 @@ class Trainer:
                 for callback in self.callbacks:
                     callback.on_end(self)
         return record
+
+    def _stop_non_finite(self) -> NoReturn:
+        """Save what is good, and end the run."""
+        what = f"step {self.step}: loss or gradient not finite {self.non_finite_in_row} steps in a row"
+        bad = self._first_bad_state()
+        if bad is not None:
+            raise NumericStop(f"{what}; {self._unsavable(bad)}")
+        self._save_now()
+        raise NumericStop(f"{what}; none of them changed the model, and events.jsonl names the tensor")
+
+    def _first_bad_state(self) -> str | None:
+        """The first parameter or optimizer state that is not finite, in words."""
+        name = first_non_finite(dict(self.model.named_parameters()))
+        if name is not None:
+            return f"parameter {name}"
+        name = first_non_finite(self.optimizers.state_tensors())
+        return None if name is None else f"optimizer state {name}"
+
+    def _unsavable(self, bad: str) -> str:
+        """Why nothing is saved, and what there is instead."""
+        self._take_saved(wait=True)
+        folder = None if self.folder is None else self.folder.checkpoints
+        path = None if folder is None else checkpoint.newest_valid(folder)[0]
+        last = f"the last good checkpoint is {path.name}" if path is not None else "there is no good checkpoint"
+        return f"an earlier update made {bad} not finite, so this state is not saved; {last}"
 
     def _announce(self, span: StageSpan, crossed: bool) -> None:
         """An event for the stage that begins or goes on; at a transition with what changes beside what was."""
@@ -339,9 +362,10 @@ class Trainer:
         if self.folder is None:
             raise RunError("rollback: this run keeps no checkpoints, need a run folder")
         self._take_saved(wait=True)
-        path, state, _ = checkpoint.newest_valid(self.folder.checkpoints)
+        path, state, damaged = checkpoint.newest_valid(self.folder.checkpoints)
         if path is None:
             raise RunError(f"{self.folder.checkpoints}: no valid checkpoint to go back to")
+        self._tell_damaged(damaged, [one.name for one in checkpoint.set_aside(damaged)])
         named: dict[int, list[int]] = {}
         for step in steps:
             if step > state["step"]:
@@ -415,10 +439,15 @@ class Trainer:
 
         Raises:
             RunError: the disk is full; older checkpoints are intact.
+            NumericStop: a parameter or an optimizer's state is not finite; nothing is written, nothing removed.
         """
         if self.folder is None:
             return None
         self._take_saved(wait=True)
+        bad = self._first_bad_state()
+        if bad is not None:
+            self.event("non_finite", step=self.step, tensor=bad)
+            raise NumericStop(f"step {self.step}: {self._unsavable(bad)}")
         volatile = self._window or self._volatile_state()
         balancer = {} if self.balancer is None else self.balancer.state_dict()
         other = {f"router/{name}": tensor for name, tensor in volatile["router"].items()}
@@ -442,7 +471,7 @@ class Trainer:
             self._writer.save(self.step, tensors, state)
             return self.folder.checkpoints / checkpoint.checkpoint_name(self.step)
         path = checkpoint.save_checkpoint(self.folder.checkpoints, self.step, tensors, state)
-        checkpoint.prune(self.folder.checkpoints, self.keep)
+        checkpoint.prune(self.folder.checkpoints, self.keep, path)
         self._tell_saved(path)
         return path
 
@@ -480,15 +509,20 @@ class Trainer:
         if self.folder is None:
             raise ValueError("folder: found None, need a run folder to resume from")
         path, _, damaged = checkpoint.newest_valid(self.folder.checkpoints)
-        for one in damaged:
-            logger.warning("%s; passed over", one.reason)
-            self.event("damaged_checkpoint", path=one.path.name, reason=one.reason)
         if path is None:
+            self._tell_damaged(damaged)
             if damaged:
                 raise RunError(f"{self.folder.checkpoints}: no valid checkpoint; {damaged[0].reason}")
             return None
         self.load(path)
+        # Only now: a checkpoint that does not fit this run changes nothing on disk.
+        self._tell_damaged(damaged, [one.name for one in checkpoint.set_aside(damaged)])
         return path
+
+    def _tell_damaged(self, damaged: Sequence[checkpoint.Damaged], names: Sequence[str | None] = ()) -> None:
+        for one, name in zip_longest(damaged, names):
+            logger.warning("%s; passed over", one.reason)
+            self.event("damaged_checkpoint", path=one.path.name, reason=one.reason, renamed=name)
 
     def load(self, path: Path) -> None:
         """Restore one checkpoint.

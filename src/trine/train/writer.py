@@ -44,7 +44,7 @@ class Writer:
     def _write(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         try:
             path = checkpoint.save_checkpoint(self._folder, step, tensors, state)
-            checkpoint.prune(self._folder, self._keep)
+            checkpoint.prune(self._folder, self._keep, path)
             self._path = path
         except BaseException as error:  # handed to the thread that trains
             self._error = error
