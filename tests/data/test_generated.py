@@ -82,7 +82,7 @@ def test_later_stages_keep_a_share_of_short_rows(tokenizer: Tokenizer) -> None:
         assert sum(lengths) == 16 * 4096  # no padding where lengths divide one another
     first = RecallRows(tokenizer, 64, 2048, 1024)
     assert {len(row.text) for row in first.rows(0, 0)} == {64}
-    assert [pairs_for(n) for n in (16, 64, 256, 1024, 4096)] == [1, 4, 16, 16, 16]
+    assert [pairs_for(n) for n in (16, 64, 256, 1024, 4096)] == [2, 8, 16, 16, 16]
 
 
 def test_bad_sizes(tokenizer: Tokenizer) -> None:

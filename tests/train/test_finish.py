@@ -93,7 +93,7 @@ def test_a_recall_run_is_measured_by_recall(
 def test_recall_is_tested_to_four_times_each_trained_length_and_beyond_the_stage_before() -> None:
     cases = recall_cases([64, 256, 1024])
     anywhere = [case[:2] for case in cases if case[2] is None]
-    assert anywhere == [(64, 4), (256, 4), (256, 16), (1024, 4), (1024, 16), (4096, 4), (4096, 16)]
+    assert anywhere == [(64, 4), (64, 8), (256, 4), (256, 16), (1024, 4), (1024, 16), (4096, 4), (4096, 16)]
     exact = [(length, distance) for length, _, distance in cases if distance is not None]
     assert exact == [(256, 96), (256, 240), (1024, 384), (1024, 960), (4096, 1536), (4096, 3840)]
     for before, (_, near), (_, far) in zip((64, 256, 1024), exact[::2], exact[1::2], strict=True):

@@ -28,7 +28,7 @@ RECALL_VOCABULARY = 257  # a token for each byte, and the end of a document
 LICENCE = "CC0-1.0"  # of generated text: nobody wrote it
 
 SHORT_SHARE = 0.25  # of the tokens of a later stage: rows of the lengths before
-SYMBOLS_A_PAIR = 16  # a row holds a pair for every so many of its symbols ...
+SYMBOLS_A_PAIR = 8  # a row holds a pair for every so many of its symbols ...
 MOST_PAIRS = 16  # ... but no more than this
 _STORED = {"train": 64, "held_out": 64}  # rows kept beside a run, to look at and to evaluate on
 _STEPS = 1 << 24  # steps and rows of a step are digits of a seed
@@ -36,7 +36,7 @@ _ROWS = 1 << 16
 
 
 def pairs_for(length: int) -> int:
-    """Pairs in a training row of ``length`` symbols: one in 16 symbols, 16 at most."""
+    """Pairs in a training row of ``length`` symbols: one in 8 symbols, 16 at most."""
     return max(1, min(MOST_PAIRS, length // SYMBOLS_A_PAIR))
 
 

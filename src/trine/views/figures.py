@@ -294,7 +294,10 @@ def _mark_stages(axes: Axes, metrics: Sequence[Record]) -> None:
         axes.axvline(metrics[at - 1]["tokens"], color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
         axes.text(
             *(metrics[at - 1]["tokens"], 0.985, f" stage {metrics[at]['stage']}"),
-            transform=axes.get_xaxis_transform(), fontsize=7.5, color=GREY, va="top",
+            transform=axes.get_xaxis_transform(),
+            fontsize=7.5,
+            color=GREY,
+            va="top",
         )
 
 
@@ -345,7 +348,7 @@ def _draw_load_bands(axes: Axes, bands: Sequence[Record], experts: int, top_k: i
     for sign, label in ((-1, "P5 and P95 of fair dice"), (1, None)):
         edge = [1 + sign * one for one in spread]
         axes.plot(steps, edge, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label=label)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the legend
     axes.set_title("Load of an expert / mean load")
     axes.legend(loc="upper right", fontsize=8, ncols=4)
 

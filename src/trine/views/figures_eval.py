@@ -11,11 +11,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trine.views.figures import BLUE, GREY, INK, LINE_COLOURS, ORANGE, RED, STYLE, short_count
+from trine.views.figures import BLUE, GREY, INK, LINE_COLOURS, ORANGE, RED, STYLE
 
 Record = Mapping[str, Any]
 
 _HEAT = "cividis"  # ordered in lightness, and told apart with every common kind of colour blindness
+
+
+def length_label(length: int) -> str:
+    """A length in tokens as people call it: 65536 as "64K", 1000 as "1000"."""
+    return f"{length // 1024}K" if length and length % 1024 == 0 else str(length)
 
 
 def loss_by_position(by_position: Record, stages: Sequence[int] = ()) -> Figure:
@@ -38,7 +43,7 @@ def loss_by_position(by_position: Record, stages: Sequence[int] = ()) -> Figure:
         found = [(x, y) for x, y in zip(middles, by_position["loss"], strict=True) if y is not None]
         axes.plot(*zip(*found, strict=True), "o-", color=BLUE, linewidth=1.8, markersize=5, label="tokens of this bin")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(edges[1:], [short_count(edge) for edge in edges[1:]])
+        axes.set_xticks(edges[1:], [length_label(edge) for edge in edges[1:]])
         axes.minorticks_off()
         _mark_lengths(axes, [length for length in stages if length <= edges[-1]])
         for x, y, documents in zip(middles, by_position["loss"], by_position["documents"], strict=True):
@@ -115,7 +120,7 @@ def _draw_heat(axes: Axes, name: str, cells: Sequence[Record], value: str, highe
     chance = max(cell["chance"] for cell in cells)
     extra = "" if value == "gap" else f"  (chance {100 * chance:.0f} %)"
     axes.set_title(f"{name}{extra}", fontsize=8.5)
-    axes.set_xticks(range(len(lengths)), [short_count(length) for length in lengths], fontsize=7)
+    axes.set_xticks(range(len(lengths)), [length_label(length) for length in lengths], fontsize=7)
     axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths], fontsize=7)
     axes.tick_params(length=0)
     return image
@@ -152,10 +157,10 @@ def symbol_recall(cells: Sequence[Record], trained: int) -> Figure:
         right.set_ylim(bottom=min(0.0, *(c["gap"] for c in far)) if far else 0.0)
         right.set_title("Evidence gap, nats")
         right.set_xlabel("symbols from the answer back to its evidence")
-        right.legend(loc="lower left", fontsize=8.5)
+        right.legend(loc="center left", fontsize=8.5)
         for axes in (left, right):
             axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
+            axes.xaxis.set_major_formatter(lambda value, _: length_label(round(value)))
             _mark_lengths(axes, [trained])
     return figure
 

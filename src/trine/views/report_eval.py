@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from trine.views import figures_eval
-from trine.views.figures import short_count
 from trine.views.tables import Row, evaluation_table, markdown, terminal
 
 if TYPE_CHECKING:
@@ -159,4 +158,4 @@ def task_rows(families: Mapping[str, Sequence[Record]]) -> tuple[Row, list[Row]]
             else:
                 row.append("-")
         rows.append(tuple(row))
-    return ("family", "chance", *(f"{short_count(length)} tokens" for length in lengths)), rows
+    return ("family", "chance", *(f"{figures_eval.length_label(length)} tokens" for length in lengths)), rows
