@@ -1,6 +1,7 @@
 """Compile every shipped kernel configuration for Hopper without a GPU, and keep a table of what the assembler says.
 
     python benchmarks/compile_check.py            compare the committed table with the shipped configurations
+    python benchmarks/compile_check.py --same-triton   the same as if the table's Triton were the installed one
     python benchmarks/compile_check.py --write    compile all and write the table (--jobs N processes, --only TEXT)
 
 A row is keyed by a hash of the kernel's source, its configuration and the Triton version. It lists registers a
@@ -30,8 +31,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from trine.ops.kda import triton_decode, triton_prepare, triton_scan
-from trine.ops.kda.triton_config import choose
+from trine.ops.kda import triton_backward, triton_decode, triton_prepare, triton_scan
+from trine.ops.kda.triton_config import choose, segment_length
 from trine.ops.kda.triton_launch import Kernel, Variant
 
 TABLE = Path(__file__).resolve().parent / "results" / "compile-sm90.json"
@@ -96,6 +97,54 @@ def entries() -> dict[str, Entry]:
                 triton_decode.decode_variant((bf16,) * 5, state, index, 128, 128, 8, 0, True, True, True, True),
                 True,
             )
+    found |= backward_entries()
+    return found
+
+
+def backward_entries() -> dict[str, Entry]:
+    """The backward's own kernels and its form of the first one: serial and cut into segments, bare and carried.
+
+    Hot are the unpacked forms, whose times are measured; the packed form of the pairs spills.
+    """
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    kernels = {
+        "scan": triton_backward.SCAN,
+        "segments": triton_backward.SEGMENTS,
+        "join": triton_backward.JOIN,
+        "pairs": triton_backward.PAIRS,
+        "gradient": triton_backward.GRADIENT,
+        "finish": triton_backward.FINISH,
+    }
+    found: dict[str, Entry] = {}
+    for heads, key, value, dtype, hot in (
+        (96, 128, 128, bf16, True),
+        (32, 128, 128, bf16, True),
+        (96, 64, 64, bf16, True),
+        (96, 60, 100, bf16, False),
+        (16, 256, 256, bf16, False),
+        (32, 128, 128, fp16, False),
+        (16, 128, 128, fp32, False),
+        (16, 64, 64, fp32, False),
+    ):
+        config = triton_backward.choose_backward(dtype, key, value, heads)
+        align = 8 if key % 8 == 0 and value % 8 == 0 else 4
+        segment = segment_length(heads, key, value)
+        for index, carried in ((None, False), (torch.int32, True)):
+            name = f"H{heads} K{key} V{value} {str(dtype)[6:]}" + (" packed carried" if carried else "")
+            form = triton_backward._Form(
+                (dtype,) * 7, index, key, value, True, True, True, True, carried, carried, False, segment, True
+            )
+            for kind, variant in zip(kernels, triton_backward.variants(config, form), strict=True):
+                if segment or kind not in ("segments", "join"):
+                    found[f"backward {kind} {name}"] = (kernels[kind], variant, hot and index is None)
+            chosen = triton_backward.factor_config(heads, key, value, dtype, dtype, True)
+            single = triton_prepare._single_warp() if chosen.single_warp and align == 8 else None
+            make = triton_prepare.prepare_variant if single is None else triton_prepare.single_warp_variant
+            found[f"backward prepare {name}"] = (
+                single or triton_prepare.PREPARE,
+                make(chosen, (dtype,) * 4, index, key, align, True, True, True, True),
+                hot,
+            )
     return found
 
 
@@ -113,9 +162,9 @@ def source(function: Any) -> str:
     return "\n".join(sorted(texts))
 
 
-def fingerprint(kernel: Kernel, variant: Variant) -> str:
-    """Hash of what decides the machine code."""
-    parts = (source(kernel.function), variant.types, variant.constants, asdict(variant.options), triton.__version__)
+def fingerprint(kernel: Kernel, variant: Variant, version: str) -> str:
+    """Hash of what decides the machine code; `version` is Triton's."""
+    parts = (source(kernel.function), variant.types, variant.constants, asdict(variant.options), version)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -138,7 +187,8 @@ def measure(name: str) -> tuple[str, dict[str, Any]]:
         instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s", ask("-sass"), re.MULTILINE))
     return name, {
         "kernel": kernel.name,
-        "fingerprint": fingerprint(kernel, variant),
+        "fingerprint": fingerprint(kernel, variant, triton.__version__),
+        "triton": triton.__version__,
         "registers": int(usage.group(1)),
         "stack_bytes": int(usage.group(2)),
         "shared_bytes": compiled.metadata.shared,
@@ -149,10 +199,16 @@ def measure(name: str) -> tuple[str, dict[str, Any]]:
     }
 
 
-def differences() -> list[str]:
-    """What the committed table lacks, has too much of, or describes in another version; empty when up to date."""
+def differences(same_triton: bool) -> list[str]:
+    """What the committed table lacks, has too much of, or describes in another version; empty when up to date.
+
+    With `same_triton` rows of another Triton are compared as if it were installed: sources and configurations.
+    """
     rows = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    shipped = {name: fingerprint(kernel, variant) for name, (kernel, variant, _) in entries().items()}
+    shipped = {}
+    for name, (kernel, variant, _) in entries().items():
+        version = rows[name]["triton"] if same_triton and name in rows else triton.__version__
+        shipped[name] = fingerprint(kernel, variant, version)
     found = [f"missing: {name}" for name in shipped if name not in rows]
     found += [f"not shipped: {name}" for name in rows if name not in shipped]
     found += [f"changed: {n}" for n, h in shipped.items() if n in rows and rows[n]["fingerprint"] != h]
@@ -165,6 +221,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="compile everything and write the table")
     parser.add_argument("--only", default="", help="compile only names that contain this text; nothing is written")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--same-triton", action="store_true", help="compare as if the table's Triton were installed")
     options = parser.parse_args()
     if options.write or options.only:
         names = [name for name in entries() if options.only in name]
@@ -183,7 +240,7 @@ def main() -> int:
         temporary = TABLE.with_suffix(".tmp")
         temporary.write_text(json.dumps(rows, indent=1) + "\n")
         os.replace(temporary, TABLE)
-    problems = differences()
+    problems = differences(options.same_triton)
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
