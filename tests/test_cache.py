@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from trine.cache import HybridCache
-from trine.config import ModelConfig
+from trine.config import ModelConfig, to_dict
 from trine.model import Model
 
 Tiny = Callable[..., ModelConfig]
@@ -81,6 +82,33 @@ def test_damaged_and_newer_files_are_refused(tiny_config: Tiny, tmp_path: Path) 
     save_file({"x": torch.zeros(1)}, path, metadata={"format_version": "99"})
     with pytest.raises(ValueError, match=r"a\.cache: found cache format 99, need 1"):
         HybridCache.load(path)
+
+
+def test_files_of_something_else_are_named(tiny_config: Tiny, tmp_path: Path) -> None:
+    config, cache = tiny_config(), ready(tiny_config())[1]
+    path, good, tensors = tmp_path / "a.cache", json.dumps(to_dict(config)), cache._tensors()
+
+    def message(meta: dict[str, str] | None, change: dict[str, torch.Tensor | None]) -> str:
+        kept = {name: x for name, x in {**tensors, **change}.items() if x is not None}
+        save_file(kept, path, metadata=meta)
+        with pytest.raises(ValueError) as error:
+            HybridCache.load(path)
+        assert str(error.value).startswith(f"{path}: ")
+        return str(error.value).removeprefix(f"{path}: ")
+
+    version = {"format_version": "1"}
+    assert message(None, {}) == "found cache format none, need 1"
+    assert message({"format_version": "one"}, {}) == "found cache format one, need 1"
+    assert message(version, {}) == "damaged cache file, found no config"
+    assert message(version | {"config": "{"}, {}).startswith("damaged cache file (Expecting property name")
+    assert message(version | {"config": "[]"}, {}).startswith("damaged cache file (")
+    assert message(version | {"config": "{}"}, {}) == "damaged cache file (width: missing from the model configuration)"
+    whole = version | {"config": good}
+    assert message(whole, {"lengths_N": None}) == "damaged cache file, found no lengths_N"
+    assert message(whole, {"0.state_NHKV": None}) == "damaged cache file, found no 0.state_NHKV"
+    wrong = torch.zeros(2, 2, 16, 16)
+    found = message(whole, {"0.state_NHKV": wrong})
+    assert found == "damaged cache file (0.state_NHKV: found shape (2, 2, 16, 16), need (1, 2, 16, 16))"
 
 
 @torch.no_grad()

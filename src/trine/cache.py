@@ -173,16 +173,38 @@ class HybridCache:
                 tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}: not a readable cache file ({error})") from error
-        version = int(meta.get("format_version", 0))
-        if version != FORMAT_VERSION:
+        version = meta.get("format_version", "none")
+        if version != str(FORMAT_VERSION):
             raise ValueError(f"{path}: found cache format {version}, need {FORMAT_VERSION}")
+        try:
+            return cls._from(from_dict(json.loads(meta["config"])), tensors)
+        except KeyError as error:
+            raise ValueError(f"{path}: damaged cache file, found no {error.args[0]}") from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: damaged cache file ({error})") from error
+
+    @classmethod
+    def _from(cls, config: ModelConfig, tensors: dict[str, Tensor]) -> HybridCache:
+        """A cache of what `_tensors` gave. Raises KeyError for what is absent, ValueError for what does not fit."""
         out = object.__new__(cls)
-        out.config = from_dict(json.loads(meta["config"]))
+        out.config = config
         out.lengths_N = tensors["lengths_N"].to("cpu")
         out.layers = []
-        for i in range(out.config.layers):
-            if f"{i}.rows_PM" in tensors:
-                out.layers.append(Latents(tensors[f"{i}.rows_PM"], tensors[f"{i}.cu_seqlens_N1"]))
+        n, h, k = out.lengths_N.numel(), config.heads, config.head_dim
+        for i in range(config.layers):
+            if i in config.mla_layers:
+                rows_PM, cu_seqlens_N1 = tensors[f"{i}.rows_PM"], tensors[f"{i}.cu_seqlens_N1"]
+                _need_shape(f"{i}.rows_PM", rows_PM, (int(out.lengths_N.sum()), config.kv_rank + config.shared_key_dim))
+                _need_shape(f"{i}.cu_seqlens_N1", cu_seqlens_N1, (n + 1,))
+                out.layers.append(Latents(rows_PM, cu_seqlens_N1))
             else:
-                out.layers.append(KdaPast(tensors[f"{i}.state_NHKV"], tensors[f"{i}.window_NWC"]))
+                state_NHKV, window_NWC = tensors[f"{i}.state_NHKV"], tensors[f"{i}.window_NWC"]
+                _need_shape(f"{i}.state_NHKV", state_NHKV, (n, h, k, k))
+                _need_shape(f"{i}.window_NWC", window_NWC, (n, config.conv_kernel - 1, 3 * h * k))
+                out.layers.append(KdaPast(state_NHKV, window_NWC))
         return out
+
+
+def _need_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: found shape {tuple(tensor.shape)}, need {shape}")

@@ -150,6 +150,8 @@ def test_golden_errors() -> None:
     assert message(query, query, query) == "sources: found one tensor of shape (4,), need [S, ..., D]"
     assert message([v], query[:3], query) == "query_D: found shape (3,), need [D] = [4]"
     assert message([v], query, v) == "gain_D: found shape (5, 4), need [D] = [4]"
-    assert message([v], query, query, -1.0) == "eps: found -1.0, need a number >= 0"
+    assert message([v], query, query, -1.0) == "eps: found -1.0, need a number > 0"
+    assert message([torch.zeros(5, 4)], query, query, 0.0) == "eps: found 0.0, need a number > 0"
+    assert message([v], query, query, float("nan")) == "eps: found nan, need a number > 0"
     with pytest.raises(BackendUnavailable, match="attn_res: backend 'triton' cannot run here"):
         attn_res([v], query, query, backend="triton")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,10 @@ GOLDEN = [
         {"q": torch.zeros(B, T, H, K).long()},
         "q: found dtype torch.int64, need one of float16, bfloat16, float32, float64",
     ),
+    ({"scale": math.nan}, "scale: found nan, need a finite number"),
+    ({"scale": -math.inf}, "scale: found -inf, need a finite number"),
+    ({"beta_max": -1.0}, "beta_max: found -1.0, need a finite number > 0"),
+    ({"beta_max": math.nan}, "beta_max: found nan, need a finite number > 0"),
     ({"plan": "fast"}, "plan: found 'fast', need one of ['auto', 'serial', 'segmented']"),
     ({"backend": "cuda"}, "backend: found 'cuda', need one of ['auto', 'triton', 'torch', 'reference'] for kda"),
     (

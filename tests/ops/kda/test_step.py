@@ -177,6 +177,39 @@ def test_bad_arguments(lab: SimpleNamespace, change: dict[str, Tensor], message:
         kda_step(*arguments.values(), state_indices=indices)
 
 
+def test_factors_and_expanded_states_are_refused_by_name(lab: SimpleNamespace) -> None:
+    step, parameters, state = one_token(lab, 2)
+    with pytest.raises(ValueError, match="scale: found nan, need a finite number"):
+        kda_step(*step.values(), state, **parameters, scale=float("nan"))
+    with pytest.raises(ValueError, match=r"beta_max: found -2.0, need a finite number > 0"):
+        kda_step(*step.values(), state, **parameters, beta_max=-2.0)
+    shared = state[:1].expand(2, -1, -1, -1)
+    with pytest.raises(ValueError, match="state: found an expanded tensor, whose states share memory"):
+        kda_step(*step.values(), shared, **parameters, inplace=True)
+    out, new = kda_step(*step.values(), shared, **parameters)
+    expected, states = kda_step(*step.values(), shared.contiguous(), **parameters)
+    assert torch.equal(out, expected) and torch.equal(new, states)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_an_empty_pool_takes_padding(lab: SimpleNamespace, inplace: bool) -> None:
+    step, parameters, state = one_token(lab, 3)
+    pool = state[:0]
+    out, new = kda_step(*step.values(), pool, **parameters, state_indices=torch.full((3,), -1), inplace=inplace)
+    assert out.shape == (3, 2, 6) and not out.any() and new.shape == (0, 2, 10, 6)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_states_of_any_strides(lab: SimpleNamespace, inplace: bool) -> None:
+    step, parameters, state = one_token(lab, 3)
+    expected, states = kda_step(*step.values(), state, **parameters)
+    strided = state.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    out, new = kda_step(*step.values(), strided, **parameters, inplace=inplace)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(new, states, rtol=1e-12, atol=1e-13)
+    assert (new is strided) == inplace
+
+
 def test_in_place_with_gradients_is_refused(lab: SimpleNamespace) -> None:
     step, parameters, state = one_token(lab, 2)
     step["v"].requires_grad_()

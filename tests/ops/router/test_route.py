@@ -85,6 +85,14 @@ def test_rows_with_nan_still_give_different_ids(n: int) -> None:
     assert torch.equal(ids_TN, top_ids(values_TE, n))
 
 
+@pytest.mark.parametrize("n", [3, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_minus_infinity_still_give_different_ids(n: int, dtype: torch.dtype) -> None:
+    values_TE = torch.full((2, 12), -torch.inf, dtype=dtype)
+    values_TE[0, 7] = 0.5
+    assert top_ids(values_TE, n).tolist() == [([7, 0, 1, 2, 3, 4, 5, 6, 8])[:n], list(range(n))]
+
+
 @pytest.mark.parametrize(("experts", "k"), [(4, 2), (128, 8)])
 def test_b017_biased_scores_choose_and_raw_scores_weigh(experts: int, k: int) -> None:
     if experts == 4:
@@ -228,6 +236,11 @@ BAD = {
         "logits_TE: found shape (3, 8) of torch.int64, need a floating-point [T, E]",
     ),
     "bias shape": ({"bias_E": torch.zeros(7)}, "bias_E: found shape (7,), need [8], one value an expert"),
+    "bias -inf": (
+        {"bias_E": torch.tensor([0.0] + [-torch.inf] * 7)},
+        "bias_E: found a non-finite value, need finite biases",
+    ),
+    "bias nan": ({"bias_E": torch.full((8,), torch.nan)}, "bias_E: found a non-finite value, need finite biases"),
     "bias dtype": (
         {"bias_E": torch.zeros(8, dtype=torch.bfloat16)},
         "bias_E: found dtype torch.bfloat16, need float32 (or float64); keep it out of model.to(dtype)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,8 +50,8 @@ def _check(
             raise ValueError(f"{name}: found dtype {vector.dtype}, need a floating dtype")
         if vector.device != bank[0].device:
             raise ValueError(f"{name}: found device {vector.device}, need that of the sources, {bank[0].device}")
-    if not eps >= 0:
-        raise ValueError(f"eps: found {eps}, need a number >= 0")
+    if not 0 < eps < math.inf:  # 0 has no norm for a source of zeros
+        raise ValueError(f"eps: found {eps}, need a number > 0")
     double = any(t.dtype == torch.float64 for t in [*bank, query_D, gain_D])
     return bank, torch.float64 if double else torch.float32
 
@@ -67,14 +68,14 @@ def attn_res(
         sources: S equal-shaped tensors [..., D], or one stacked [S, ..., D]; any floating dtype.
         query_D: the learned pseudo-query of this site.
         gain_D: the gain of this site's key norm (only ``gain * query`` matters).
-        eps: added to the mean square inside the root.
+        eps: added to the mean square inside the root, > 0.
         backend: ``"auto"``, ``"torch"`` or ``"reference"``.
 
     Returns:
         h_...D in the widest dtype of the sources; norms, logits and sums are float32 (float64 if an input is).
 
     Raises:
-        ValueError: no source, unequal shapes, wrong dtypes or devices, a negative eps; the message names the argument.
+        ValueError: no source, unequal shapes, wrong dtypes or devices, eps not > 0; the message names the argument.
         BackendUnavailable: an explicit backend that cannot run.
     """
     bank, dtype = _check(sources, query_D, gain_D, eps)

@@ -15,7 +15,7 @@ from torch import Tensor
 from trine.ops._backend import _say_once as say_once
 from trine.ops._backend import pick
 from trine.ops._sequences import check_cu_seqlens
-from trine.ops.kda._checks import PLANS, SAVES, TILE, check_inputs
+from trine.ops.kda._checks import PLANS, SAVES, TILE, check_factors, check_inputs
 from trine.ops.kda._choice import say_slow, why_not_triton
 from trine.ops.kda.chunk import tiles_in_chunk
 from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype, full_precision
@@ -122,6 +122,7 @@ def kda(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
         initial_state=initial_state, cu_seqlens=cu_seqlens, plan=plan,
     )  # fmt: skip
+    check_factors(scale, beta_max)
     if save not in SAVES:
         raise ValueError(f"save: found {save!r}, need one of {list(SAVES)}")
     run = _backend(backend, q, v, gate_kind, lower_bound, k, gate, beta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -135,6 +136,14 @@ def check_inputs(
     if initial_state is not None:
         check_state("initial_state", initial_state, n, hv, dk, dv, compute_dtype(q, k, v, gate))
     return Sizes(b, t, h, hv, dk, dv, n)
+
+
+def check_factors(scale: float | None, beta_max: float) -> None:
+    """Raise unless the factors of output and write strength are numbers that mean something."""
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale: found {scale}, need a finite number")
+    if not 0 < beta_max < math.inf:
+        raise ValueError(f"beta_max: found {beta_max}, need a finite number > 0")
 
 
 def check_decay(gate: Tensor) -> None:

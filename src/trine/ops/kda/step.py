@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trine.ops._backend import pick
-from trine.ops.kda._checks import check_step
+from trine.ops.kda._checks import check_factors, check_step
 from trine.ops.kda._choice import say_slow, why_no_card
 from trine.ops.kda.gate import compute_dtype, full_precision, log_decay, sigmoid
 
@@ -58,10 +58,17 @@ def kda_step(
         q_NHK, k_NHK, v_NHV, gate, beta, state_NHKV, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind,
         lower_bound=lower_bound, state_indices=state_indices,
     )  # fmt: skip
+    check_factors(scale, beta_max)
     tensors = (q_NHK, k_NHK, v_NHV, gate, beta, state_NHKV, A_log, dt_bias)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if inplace and needs_grad:
         raise ValueError("inplace: found inputs that require a gradient, need torch.no_grad() for in-place steps")
+    if inplace and any(
+        size > 1 and step == 0 for size, step in zip(state_NHKV.shape, state_NHKV.stride(), strict=True)
+    ):
+        raise ValueError("state: found an expanded tensor, whose states share memory; need one of its own for inplace")
+    if state_indices is not None and not state_NHKV.shape[0]:
+        return torch.zeros_like(v_NHV), state_NHKV if inplace else state_NHKV.clone()  # all is padding
     if _on_kernel(backend, tensors, gate_kind, needs_grad, inplace):
         from trine.ops.kda.triton_entry import step_triton
 
@@ -95,7 +102,7 @@ def kda_step(
     def update(state: Tensor, owned: bool) -> tuple[Tensor, Tensor]:
         """Output and new states of ``state``, in place if it is ours to change."""
         S = state.mul_(decay) if owned else state * decay
-        flat = S.view(n * heads, channels, v.shape[-1])
+        flat = S.reshape(n * heads, channels, v.shape[-1])
         read, value = k.reshape(n * heads, 1, channels), v.reshape(n * heads, 1, v.shape[-1])
         write = (k * b).reshape(n * heads, channels, 1)
         with full_precision(state.device):
@@ -105,8 +112,9 @@ def kda_step(
         return out.view(n, heads, v.shape[-1]).to(v_NHV.dtype), flat.view_as(state)
 
     if state_indices is None:
-        out, new = update(state_NHKV, owned=inplace)
-        return out, state_NHKV if inplace else new
+        own = inplace and state_NHKV.is_contiguous()
+        out, new = update(state_NHKV, owned=own)
+        return out, new if not inplace else state_NHKV if own else state_NHKV.copy_(new)
     keep = state_indices >= 0
     if state_indices.device.type == "cpu" and bool(keep.all()):
         out, new = update(state_NHKV[state_indices], owned=not needs_grad)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trine.ops.router.quantile import balanced_assignment, check_bias, check_k, check_mask, solve_bias
+from trine.ops.router.quantile import balanced_assignment, check_bias, check_k, check_mask, may_read, solve_bias
 from trine.ops.router.select import top_ids
 from trine.ops.router.stats import COUNTERS, LayerStats, RouterStats
 
@@ -76,8 +76,8 @@ def route(
         `Routing`.
 
     Raises:
-        ValueError: bad shape, dtype, device, ``k`` or ``score``; replayed ids out of range or twice in a row (values
-            are read on the CPU only).
+        ValueError: bad shape, dtype, device, ``k`` or ``score``; a bias that is not finite, replayed ids out of range
+            or twice in a row (values are read on the CPU only).
     """
     if mask_T is not None and ids_TK is not None and ids_TK.shape == (*mask_T.shape, k):
         # recorded choices hold -1 in padding rows; any valid row will do there, its weights become 0 below
@@ -124,6 +124,8 @@ def _check_route(
         )
     tokens, experts = logits_TE.shape
     check_bias(bias_E, experts)
+    if may_read(bias_E) and not bool(bias_E.isfinite().all()):
+        raise ValueError("bias_E: found a non-finite value, need finite biases")
     check_k(k, experts)
     if score not in ("sigmoid", "softmax"):
         raise ValueError(f"score: found {score!r}, need 'sigmoid' or 'softmax'")

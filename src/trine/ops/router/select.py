@@ -38,7 +38,8 @@ def top_ids(values_TE: Tensor, n: int) -> Tensor:
     """
     tokens, experts = values_TE.shape
     if n <= _FEW and tokens:
-        left_TE, picked = values_TE.clone(), []
+        # -inf marks what is picked, so a value of -inf becomes the lowest number: it may be picked once, not twice
+        left_TE, picked = values_TE.clamp(min=torch.finfo(values_TE.dtype).min), []
         for _ in range(n):
             id_T1 = left_TE.argmax(1, keepdim=True)  # documented to return the first of equal maxima
             picked.append(id_T1)
