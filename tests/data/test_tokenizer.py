@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trine.data import END_OF_DOCUMENT, Corpus, DataError, Tokenizer
+from trine.data.tokenizer import _SETTLED, _settled_patterns
 
 AWKWARD = [
     "",
@@ -60,6 +62,51 @@ def test_any_text_comes_back_and_equals_the_library(tokenizer: Tokenizer, text: 
 )
 def test_cutting_long_texts_changes_no_word(tokenizer: Tokenizer, parts: list[str]) -> None:
     assert tokenizer.encode("".join(parts)) == _whole(tokenizer, "".join(parts))
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(
+                ["\n", "\n\n", "  ", " ", "x", "7", "==", "\r\n", "\f", "\x1c", "\xa0", "\u2028", "\u0301", "👧"]
+            ),
+            st.sampled_from(
+                [
+                    "né",
+                    "\u0301",
+                    "👧",
+                    "ДА",
+                    "漢字",
+                    "かな",
+                    "한",
+                    "²",
+                    "¾",
+                    "“",
+                    "…",
+                    "→",
+                    "─",
+                    "、",
+                    "ª",
+                    "µ",
+                    "×",
+                    "ǅ",
+                ]
+            ),
+            st.characters(min_codepoint=0xA1, max_codepoint=0x3FF),
+        ),
+        max_size=12,
+    )
+)
+def test_text_beyond_ascii_is_cut_as_the_library_does(tokenizer: Tokenizer, parts: list[str]) -> None:
+    assert tokenizer.encode("".join(parts)) == _whole(tokenizer, "".join(parts))
+
+
+def test_every_settled_character_means_the_same_to_both(tokenizer: Tokenizer) -> None:
+    every = [chr(code) for first, last in _SETTLED for code in range(first, last + 1)]
+    text = "".join(f"a{one}1{one}{one} " for one in every)
+    words = _settled_patterns()[0]
+    assert re.findall(words, text) == [word for word, _ in tokenizer._words._split(text)]  # type: ignore[union-attr]
 
 
 def test_batch_equals_one_by_one_and_lengths_are_those_of_the_bytes(tokenizer: Tokenizer, corpus: Corpus) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import chain, groupby, islice
 from pathlib import Path
 
@@ -35,6 +37,37 @@ PATTERN = (
 )
 _ASCII_PATTERN = PATTERN.replace(r"\p{L}", "A-Za-z").replace(r"\p{N}", "0-9")
 _REMEMBERED_WORDS = 1 << 20
+# Runs of characters beyond ASCII whose classes have not changed since Unicode 5, so that Python and the library agree
+# on them whatever their versions: Latin, Greek and Cyrillic letters, kana, ideographs, Hangul, and common marks.
+_SETTLED = (
+    *((0xA1, 0x24F), (0x391, 0x3A1), (0x3A3, 0x3CE), (0x400, 0x481), (0x2010, 0x2027), (0x2190, 0x21FF)),
+    *((0x2500, 0x257F), (0x3001, 0x3003), (0x3041, 0x3096), (0x30A1, 0x30FA), (0x4E00, 0x9FA5), (0xAC00, 0xD7A3)),
+)
+_SPACE = r" \t\n\r\f\v"
+# A line with the blank lines and the indentation after it: a word always begins where the next one does, unless that
+# begins with another kind of space.
+_LINES = r"[^\n]*\n[ \t\n]*(?:[^\S \t\n][^\n]*(?:\n[ \t\n]*|\Z))*|[^\n]+"
+
+
+@cache
+def _settled_patterns() -> tuple[str, str]:
+    """``PATTERN`` for Python's ``re`` on ASCII and settled characters, and what matches one such character."""
+    classes: dict[str, list[tuple[int, int]]] = {"L": [], "N": []}
+    for first, last in _SETTLED:
+        for code in range(first, last + 1):
+            ranges = classes.get(unicodedata.category(chr(code))[0])
+            if ranges is None:
+                continue
+            if ranges and ranges[-1][1] == code - 1:
+                ranges[-1] = (ranges[-1][0], code)
+            else:
+                ranges.append((code, code))
+    letters, numbers = ("".join(f"{chr(a)}-{chr(b)}" for a, b in classes[kind]) for kind in "LN")
+    pattern = (
+        PATTERN.replace(r"(?!\S)", f"(?![^{_SPACE}])").replace(r"[^\s", f"[^{_SPACE}").replace(r"\s", f"[{_SPACE}]")
+    )
+    pattern = pattern.replace(r"\p{L}", "A-Za-z" + letters).replace(r"\p{N}", "0-9" + numbers)
+    return pattern, r"[\x00-\x7f" + "".join(f"{chr(a)}-{chr(b)}" for a, b in _SETTLED) + "]"
 
 
 def _byte_of_symbol() -> dict[str, int]:
@@ -47,6 +80,7 @@ def _byte_of_symbol() -> dict[str, int]:
 
 
 _SYMBOL_BYTES = _byte_of_symbol()
+_SYMBOL_OF_BYTE = {byte: symbol for symbol, byte in _SYMBOL_BYTES.items()}
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
@@ -71,15 +105,18 @@ class _Words:
     """Encodes by looking words up, since almost all of the library's time goes into finding them.
 
     BPE works inside one match of ``PATTERN`` at a time, so the ids of a text are the ids of its words in a row.
-    Python's own ``re`` finds the words of ASCII text, where the pattern means the same to both; stretches with other
-    characters go through the library. They are cut before a letter that begins a line, where a word always begins.
+    Python's own ``re`` finds the words of ASCII text and of other text whose characters mean the same to both; lines
+    with any other character go through the library.
     """
 
     def __init__(self, inner: _Tokenizer) -> None:
         """Words of ``inner``, whose pre-tokenizer must be ``_pre_tokenizer()``."""
-        self._inner = inner
+        self._model = _Tokenizer(inner.model)  # without a pre-tokenizer: what it is given are words
         self._find = re.compile(_ASCII_PATTERN, re.ASCII).findall
-        self._cut = re.compile(r"(?<=\n)(?=[A-Za-z])").split
+        pattern, character = _settled_patterns()
+        self._find_settled = re.compile(pattern).findall
+        self._is_settled = re.compile(f"{character}*").fullmatch
+        self._lines = re.compile(_LINES).findall
         self._split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated").pre_tokenize_str
         self._forget()
 
@@ -97,7 +134,8 @@ class _Words:
         # New words of all texts at once: the library spreads a large batch over the cores.
         new = list(islice(self._number, self._sizes.size, None))
         if new:
-            ids = [one.ids for one in self._inner.encode_batch_fast(new, add_special_tokens=False)]
+            symbols = [word.encode().decode("latin-1").translate(_SYMBOL_OF_BYTE) for word in new]
+            ids = [one.ids for one in self._model.encode_batch_fast(symbols, add_special_tokens=False)]
             self._sizes = np.concatenate([self._sizes, np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))])
             more = int(self._sizes.sum()) - self._flat.size
             self._flat = np.concatenate([self._flat, np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=more)])
@@ -116,10 +154,12 @@ class _Words:
 
     def _find_any(self, text: str) -> list[str]:
         """The words of a text with other characters than ASCII."""
+        if self._is_settled(text):
+            return self._find_settled(text)
         words: list[str] = []
-        for plain, parts in groupby(self._cut(text), key=str.isascii):
-            stretch = "".join(parts)
-            words += self._find(stretch) if plain else [word for word, _ in self._split(stretch)]
+        for settled, lines in groupby(self._lines(text), key=lambda line: bool(self._is_settled(line))):
+            stretch = "".join(lines)
+            words += self._find_settled(stretch) if settled else [word for word, _ in self._split(stretch)]
         return words
 
 
