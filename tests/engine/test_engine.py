@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,6 +128,13 @@ def test_training_mode_is_restored(tiny_config: Tiny) -> None:
     [
         (lambda e: e.submit(Request(())), "prompt: found no tokens, need at least one"),
         (lambda e: e.submit(Request((1,), Sampling(stop=("x",)))), "stop: stop texts need a tokenizer"),
+        (lambda e: e.submit(Request((1, 97))), "prompt: found 97 at position 1, need token ids 0 to 96"),
+        (lambda e: e.submit(Request((-1,))), "prompt: found -1 at position 0, need token ids 0 to 96"),
+        (lambda e: e.submit(Request((2.5,))), "prompt: found 2.5 at position 0, need token ids 0 to 96"),
+        (
+            lambda e: e.submit(Request((1,), cache=HybridCache(replace(e.model.config, layers=8, mla_layers=(3, 7))))),
+            "cache: found one of another model configuration, need one of this model",
+        ),
         (lambda e: Sampling(top_p=0.0), "top_p: found 0.0, need more than 0 and at most 1"),
         (lambda e: Sampling(temperature=-1.0), "temperature: found -1.0, need 0 (greedy) or more"),
         (lambda e: Sampling(max_tokens=0), "max_tokens: found 0, need at least 1"),
@@ -138,3 +147,13 @@ def test_misuse_is_named(tiny_config: Tiny, call: Callable[[Engine], object], me
     with pytest.raises(ValueError) as error:
         call(Engine(Model(tiny_config())))
     assert str(error.value) == message
+
+
+def test_a_refused_prompt_leaves_the_others(tiny_config: Tiny) -> None:
+    model = Model(tiny_config()).eval()
+    engine = Engine(model)
+    engine.submit(Request((5,), Sampling(max_tokens=3)))
+    with pytest.raises(ValueError, match="prompt: found 1000 at position 0"):
+        engine.submit(Request((1000,)))
+    engine.submit(Request(tuple(np.array([1, 2, 3])), Sampling(max_tokens=3)))
+    assert [done.tokens for done in engine.run()] == [slow_greedy(model, [5], 3), slow_greedy(model, [1, 2, 3], 3)]

@@ -41,6 +41,26 @@ def test_low_temperature_approaches_greedy_and_ties_take_the_first() -> None:
     assert logprob == pytest.approx(math.log(math.e**2 / (math.e + 2 * math.e**2 + 1)))
 
 
+@pytest.mark.parametrize("below", [2.0**-53, 2.0**-52, 1e-15, 1e-12])
+def test_top_p_just_below_one(below: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 3, 50, 1000):
+        for position in range(20):
+            logits = torch.randn(size, generator=generator)
+            token, logprob = choose(logits, Sampling(temperature=1.0, top_p=1.0 - below), 0, position)
+            assert 0 <= token < size and math.isfinite(logprob)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300])
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_a_temperature_next_to_zero_is_greedy_with_ties_shared(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([-3.0, 2.0, 2.0, 0.0]) * 1e4
+    drawn = [choose(logits, Sampling(temperature=temperature, top_p=top_p), 0, i) for i in range(40)]
+    assert {token for token, _ in drawn} == {1, 2}
+    assert all(logprob == pytest.approx(-math.log(2.0)) for _, logprob in drawn)
+    assert choose(logits[:2], Sampling(temperature=temperature), 0, 0) == (1, 0.0)
+
+
 def test_non_finite_scores_are_refused() -> None:
     with pytest.raises(ValueError, match="logits_V: found non-finite scores at sample 2, position 5"):
         choose(torch.tensor([0.0, math.nan]), Sampling(), 2, 5)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,14 +101,21 @@ class Engine:
         """Queue a request; returns its number.
 
         Raises:
-            ValueError: an empty prompt, stop texts without a tokenizer, or a cache of several sequences.
+            ValueError: an empty prompt or one with an id outside the vocabulary, stop texts without a tokenizer, or a
+                cache of several sequences or another model.
         """
         if not request.prompt:
             raise ValueError("prompt: found no tokens, need at least one")
+        vocabulary = self.model.embed.weight.shape[0]
+        for i, token in enumerate(request.prompt):
+            if not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+                raise ValueError(f"prompt: found {token!r} at position {i}, need token ids 0 to {vocabulary - 1}")
         if request.sampling.stop and self.tokenizer is None:
             raise ValueError("stop: stop texts need a tokenizer")
         if request.cache is not None and request.cache.n_sequences != 1:
             raise ValueError(f"cache: found {request.cache.n_sequences} sequences, need one")
+        if request.cache is not None and request.cache.config != self.model.config:
+            raise ValueError("cache: found one of another model configuration, need one of this model")
         number = self._submitted
         self._submitted += 1
         stream = TextStream(self.tokenizer.decode, request.sampling.stop) if self.tokenizer is not None else None

@@ -61,7 +61,8 @@ def choose(logits_V: Tensor, sampling: Sampling, sample: int, position: int) -> 
     if not bool(torch.isfinite(scores_V).all()):
         raise ValueError(f"logits_V: found non-finite scores at sample {sample}, position {position}")
     if sampling.temperature > 0.0:
-        scores_V = scores_V / sampling.temperature
+        # From the largest down: a temperature near 0 sends the others to -inf, never the largest to an infinity.
+        scores_V = (scores_V - scores_V.max()) / sampling.temperature
     logprobs_V = scores_V.log_softmax(-1)
     if sampling.temperature == 0.0:
         token = int(logprobs_V.argmax())
@@ -69,7 +70,9 @@ def choose(logits_V: Tensor, sampling: Sampling, sample: int, position: int) -> 
     # A stable sort: equal probabilities keep the order of their ids, so ties fall the same way everywhere.
     p_V, ids_V = logprobs_V.exp().sort(descending=True, stable=True)
     cumulative_V = p_V.cumsum(-1)
-    kept = int((cumulative_V < sampling.top_p).sum()) + 1 if sampling.top_p < 1.0 else p_V.numel()
+    # Sums round, so the last may stay below top_p; and what has no probability left is never drawn.
+    possible = int((p_V > 0.0).sum())
+    kept = min(int((cumulative_V < sampling.top_p).sum()) + 1, possible) if sampling.top_p < 1.0 else possible
     mass = float(cumulative_V[kept - 1])
     u = torch.tensor(uniform(sampling.seed, sample, position) * mass, dtype=torch.float64)
     token = int(ids_V[min(int(torch.searchsorted(cumulative_V[:kept], u, right=True)), kept - 1)])

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not yet a whole character
-LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, hence tokens of a byte-level vocabulary
+KEPT_TOKENS = 8  # what is kept of them at most, as a rule; more than the 3 that an unfinished character can have
 
 
 class TextStream:
-    """Decodes tokens as they come; holds back unfinished characters and whatever may be the start of a stop text.
+    """Decodes tokens as they come; holds back an unfinished character and whatever may be the start of a stop text.
+
+    An unfinished character shows as one U+FFFD at the end (what Python's decoder gives), so all before that is certain.
+    The pieces together are what `decode` gives for all tokens at once.
 
     Args:
         decode: token ids to text; unfinished UTF-8 at the end shows as U+FFFD.
@@ -24,7 +27,8 @@ class TextStream:
 
     def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, tuple(stop)
-        self._pending: list[int] = []
+        self._pending: list[int] = []  # tokens whose text may still change ...
+        self._certain = 0  # ... and how many characters of it do not, and were released
         self._held = ""
         self.text = ""
         self.stopped = False
@@ -35,20 +39,35 @@ class TextStream:
             return ""
         self._pending.append(token)
         piece = self._decode(self._pending)
-        if piece.endswith(REPLACEMENT) and len(self._pending) < LONGEST_CHARACTER:
-            return ""
-        self._pending.clear()
-        return self._take(piece)
+        fresh = piece[self._certain :]
+        if not piece.endswith(REPLACEMENT):
+            self._pending.clear()
+            self._certain = 0
+            return self._take(fresh)
+        self._certain = len(piece) - 1
+        if len(self._pending) > KEPT_TOKENS:
+            self._forget(piece)
+        return self._take(fresh[:-1])
 
     def finish(self) -> str:
         """No more tokens will come: return what was held back."""
         if self.stopped:
             return ""
-        released = self._take(self._decode(self._pending)) if self._pending else ""
+        released = self._take(self._decode(self._pending)[self._certain :]) if self._pending else ""
         self._pending.clear()
+        self._certain = 0
         if not self.stopped:
             released, self.text, self._held = released + self._held, self.text + self._held, ""
         return released
+
+    def _forget(self, piece: str) -> None:
+        """Drop tokens that no later one can change: `piece` is the text before and after such a place, put together."""
+        for cut in range(len(self._pending) - 1, 0, -1):
+            rest = self._decode(self._pending[cut:])
+            if rest and self._decode(self._pending[:cut]) + rest == piece:
+                self._pending = self._pending[cut:]
+                self._certain = len(rest) - 1
+                return
 
     def _take(self, piece: str) -> str:
         known = self._held + piece
