@@ -69,8 +69,7 @@ VALUE = 3
 def bad(tmp_path: Path) -> Callable[[str], str]:
     file = tmp_path / "bad_kda.py"
     file.write_text(BAD)
-    (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
-    return lambda name: f"{tmp_path / name}" if ".py:" in name else f"{file}:{name}"
+    return lambda name: f"{file}:{name}"
 
 
 # The definition -----------------------------------------------------------------------------------------------------
@@ -243,19 +242,10 @@ def test_crashes_hangs_and_strange_results_are_verdicts(bad: Callable[[str], str
     assert verdicts_of(hang)["views"] == "pass"
 
 
-def test_a_target_that_cannot_be_used_at_all_has_one_finding(bad: Callable[[str], str]) -> None:
-    some = ("contract", "determinism", "causality")
-    wanted = {
-        bad("stranger"): "takes (x, y), need q, k, v, gate and beta first",
-        bad("leaves"): "ended its process (exit code 7)",
-        bad("VALUE"): "is a int, need a function",
-        bad("broken.py:f"): "No module named 'no_such_module_anywhere'",
-    }
-    for report, text in zip(audit(list(wanted), quick=True, probes=some), wanted.values(), strict=True):
-        assert len(report.findings) == 1, report
-        assert text in report.findings[0].text
-        assert "Traceback" not in report.findings[0].text
-        assert [v.verdict for v in report.verdicts] == ["finding", "not judged", "not judged"]
+def test_a_target_that_ends_its_process_on_plain_inputs_has_one_finding(bad: Callable[[str], str]) -> None:
+    (report,) = audit([bad("leaves")], quick=True, probes=("contract", "determinism", "causality"))
+    assert [v.verdict for v in report.verdicts] == ["finding", "not judged", "not judged"]
+    assert report.findings[0].text == "ended its process (exit code 7)"
 
 
 @pytest.mark.parametrize(
@@ -280,7 +270,7 @@ def test_a_failing_input_is_made_small_and_its_script_shows_it(
     file.write_text(
         "from trine.ops.kda import kda\n\n\ndef f(q, k, v, gate, beta, A_log=None, dt_bias=None):\n"
         "    out, _ = kda(q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, backend='torch')\n"
-        "    return out * (1 + 1e-6 * (gate[:, 5:].float().mean() > 0)) if q.shape[1] > 6 else out\n"
+        "    return out * (1 + 1e-5 * gate[:, 5:].float().mean()) if q.shape[1] > 6 else out\n"
     )
     spec = f"{file}:f"
     (verdict,) = examine(Lab(load(spec), quick=True), select(["causality"]), spec=spec)
@@ -317,7 +307,7 @@ def test_reports_in_all_forms(reports: list[Report]) -> None:
     assert (again["format_version"], again["findings"]) == (1, 1)
     assert again["targets"][0]["verdicts"][1]["value"] == "inf"
     page = as_markdown(reports)
-    assert "| range | **finding** | the output \\| is not finite (limit 1e-04) |" in page
+    assert "| range | **finding** | the output \\| is not finite |" in page
     assert "| definition | pass | 2 inputs, worst 2.0e-07 (limit 1e-04) |" in page
     assert "2026-11-29; torch 2; 1 finding, 2 passed, 1 not judged, 1 not applicable; 1.5 s." in page
     suite = ET.fromstring(as_junit(reports).encode()).find("testsuite")
@@ -345,27 +335,18 @@ def run_cli(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, s
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: Callable[[str], str]) -> None:
     files = {n: tmp_path / f"report.{n}" for n in ("json", "markdown", "junit")}
     options = [o for n, f in files.items() for o in (f"--{n}", str(f))]
-    code, out, _ = run_cli(
-        capsys,
-        "kda",
-        "--quick",
-        "--target",
-        "trine:torch",
-        bad("VALUE"),
-        "--probes",
-        "contract",
-        "state-layout",
-        *options,
-    )
+    some = ("--quick", "--probes", "contract", "state-layout")
+    code, out, _ = run_cli(capsys, "kda", *some, "--target", bad("VALUE"), *options)
     assert code == 1
-    assert "trine:torch" in out
-    assert "1 finding" in out
-    stored = json.loads(files["json"].read_text())
-    assert [len([v for v in t["verdicts"] if v["verdict"] == "finding"]) for t in stored["targets"]] == [0, 1]
+    assert "is a int, need a function" in " ".join(out.split())
+    assert "1 finding, 0 passed, 1 not judged" in out
+    (stored,) = json.loads(files["json"].read_text())["targets"]
+    assert [v["verdict"] for v in stored["verdicts"]] == ["finding", "not judged"]
     assert files["markdown"].read_text().startswith("# Audit")
     assert ET.fromstring(files["junit"].read_bytes()).tag == "testsuites"
-    code, out, _ = run_cli(capsys, "kda", "--quick", "--target", "trine:torch", "--probes", "contract")
+    code, out, _ = run_cli(capsys, "kda", *some, "--target", "trine:torch")
     assert code == 0
+    assert "0 findings, 2 passed" in out
     code, out, _ = run_cli(capsys, "kda", "--list")
     assert code == 0
     assert all(name in out for name in (*ADAPTORS, *(p.name for p in PROBES)))

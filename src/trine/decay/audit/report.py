@@ -36,7 +36,7 @@ def summary(report: Report) -> str:
 
 def seen(verdict: Verdict) -> str:
     """What a verdict rests on, in one line, with its figure."""
-    if verdict.verdict == FINDING and verdict.limit:
+    if verdict.verdict == FINDING and verdict.limit and verdict.value is not None and verdict.value < float("inf"):
         return f"{verdict.text} (limit {verdict.limit:.0e})"
     if verdict.verdict != PASSED:
         return verdict.text
@@ -66,7 +66,10 @@ def as_renderable(report: Report) -> RenderableType:
     parts: list[RenderableType] = [table, Text(summary(report), "bold red" if report.findings else "bold green")]
     for v in report.findings:
         if v.script:
-            parts += [Text(f"\n{v.probe}: the smallest input that shows it", "bold"), Syntax(v.script, "python")]
+            parts += [
+                Text(f"\n{v.probe}: the smallest input that shows it", "bold"),
+                Syntax(v.script, "python", word_wrap=True, background_color="default"),
+            ]
     return Group(*parts, Text(""))
 
 

@@ -35,8 +35,8 @@ class Target:
     Attributes:
         name: what reports call it.
         run: ``run(q, k, v, gate, beta, *, ...) -> (output, final_state or None)`` with q, k ``[B, T, H, K]``, v
-            ``[B, T, HV, V]``, gate ``[B, T, HV, K]``, beta ``[B, T, HV]`` and states ``[N, HV, K, V]`` float32. Which of
-            ``KEYWORDS`` it names decides what is asked of it. It returns the final state whenever it can.
+            ``[B, T, HV, V]``, gate ``[B, T, HV, K]``, beta ``[B, T, HV]`` and states ``[N, HV, K, V]`` float32. The
+            ``KEYWORDS`` that it names decide what is asked of it. It returns the final state whenever it can.
         form: ``"raw"``: q and k are not normalised, the gate is the input of the bounded gate (K3 report, arXiv
             2607.24653, Eq. 5), beta is a logit. ``"activated"``: q and k are unit vectors, the gate is the log-decay
             g <= 0, beta lies in (0, 1].

@@ -80,7 +80,7 @@ def _stale(lab: Lab, case: Case) -> Measure:
             out, state = lab.call(x.with_(**{n: _guarded(t) for n, t in x.tensors.items()}))
         found = Result(out.clone(), None if state is None else state.clone())
         return _difference(Result(clean.out, clean.state), found, "with NaN before and after every argument in memory")
-    for value in (math.nan, POISON):
+    for value in (math.nan,) if lab.quick else (math.nan, POISON):
         with poisoned(value):
             found = lab.run(x, loss)
         measure = _difference(clean, found, f"when memory is handed out full of {value:g}")
