@@ -122,6 +122,15 @@ def test_made_text_alone_is_learnt_from_and_has_no_rate(tmp_path: Path) -> None:
     assert prepare(tmp_path / "data", _tasks(3, 40), 270, one_in=7).hash == shards.hash
 
 
+@pytest.mark.parametrize("nothing", ["", [], ["stdlib", ""]])
+def test_a_source_without_a_name_is_refused(folder: Path, tmp_path: Path, nothing: str | list[str]) -> None:
+    prepare(tmp_path / "data", str(folder), 300, one_in=5)
+    for where in ("data", "new"):
+        with pytest.raises(DataError, match=f"shards .*{where}: no source named"):
+            prepare(tmp_path / where, nothing)
+    assert not (tmp_path / "new").exists()
+
+
 def test_sources_that_name_nothing_and_recipes_that_lie_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no source named"):
         prepare(tmp_path / "data", [])

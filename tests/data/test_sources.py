@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trine.data import DataError, folder_source, load_source, stdlib_source
-from trine.data.sources import Dropped, make_corpus, split_of
+from trine.data.sources import Dropped, list_folder, make_corpus, read_files, split_of
 
 
 def test_documents_come_in_the_order_of_their_names_whatever_the_order_given() -> None:
@@ -75,7 +75,7 @@ def test_held_out_documents_without_near_copies_share_no_family_with_training() 
 def test_two_documents_of_one_name_and_no_documents_are_refused() -> None:
     with pytest.raises(DataError, match=r"^source s: two documents are named a$"):
         make_corpus("s", [("a", b"1"), ("a", b"2")], licence="MIT")
-    with pytest.raises(DataError, match=r"^source s: no documents \(1 dropped\)$"):
+    with pytest.raises(DataError, match=r"^source s: no documents \(1 dropped; a: empty\)$"):
         make_corpus("s", [("a", b"")], licence="MIT")
     with pytest.raises(DataError, match="one_in: found 1, need at least 2"):
         make_corpus("s", [("a", b"1")], licence="MIT", one_in=1)
@@ -106,7 +106,7 @@ def test_folder_is_read_in_order_and_links_are_not_followed(tmp_path: Path) -> N
     [
         (lambda p: p / "absent", "does not exist"),
         (lambda p: p / "file", "is not a folder"),
-        (lambda p: p / "empty", r"source empty: no documents \(0 dropped\)"),
+        (lambda p: p / "empty", r"source empty: no documents in /.*/empty \(0 dropped\)"),
     ],
 )
 def test_folder_without_data_is_refused(tmp_path: Path, make, message: str) -> None:
@@ -114,6 +114,61 @@ def test_folder_without_data_is_refused(tmp_path: Path, make, message: str) -> N
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=message):
         folder_source(make(tmp_path))
+
+
+def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError) as error:
+        folder_source(tmp_path, name="mine", suffixes=(".py", ".md"))
+    assert str(error.value) == (
+        f"source mine: no documents in {tmp_path} (looked for names ending in .py, .md; 1 dropped; "
+        "*.txt: 1 not read: no such names were asked for)"
+    )
+    with pytest.raises(
+        DataError, match=r"^data source '': found no name, need 'stdlib', a name in the store or a path$"
+    ):
+        load_source("")
+
+
+def test_what_is_left_out_by_ending_or_folder_is_counted(tmp_path: Path) -> None:
+    for name in ("a.py", "b.md", "c.md", "LICENSE", "x/test/d.py", "test/e.py", "__pycache__/f.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    files, dropped = list_folder(tmp_path, suffixes=(".py",), skip_folders=frozenset({"test", "__pycache__"}))
+    assert [name for name, _ in files] == ["a.py"]
+    assert [(one.name, one.reason) for one in dropped] == [
+        ("*.md", "2 not read: no such names were asked for"),
+        ("LICENSE", "1 not read: no such names were asked for"),
+        ("test/", "2 not entered"),
+    ]
+    assert not list_folder(tmp_path, suffixes=(".py",), count_others=False)[1]
+
+
+def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert folder_source(tmp_path).dropped == (Dropped("pipe.txt", "not a regular file"),)
+    assert read_files([("pipe.txt", tmp_path / "pipe.txt")]) == ([], [Dropped("pipe.txt", "not a regular file")])
+    with pytest.raises(DataError, match=r"data source .*pipe.txt: is neither a regular file nor a folder"):
+        load_source(str(tmp_path / "pipe.txt"))
+
+
+def test_names_that_are_not_utf_8_are_left_out_and_shown(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for name in (b"caf\xe9.txt", b"d\xff/inside.txt"):
+        path = tmp_path / os.fsdecode(name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("lost")
+    corpus = folder_source(tmp_path, name="mine")
+    assert [d.name for d in corpus.documents] == ["a.txt"]
+    assert {d.name: d.reason for d in corpus.dropped} == {
+        "caf\\xe9.txt": "its name is not UTF-8",
+        "d\\xff/inside.txt": "its name is not UTF-8",
+    }
+    corpus = make_corpus("s", [("a", b"1"), ("caf\udce9", b"2")], licence="MIT")
+    assert corpus.dropped == (Dropped("caf\\xe9", "its name is not UTF-8"),)
+    with pytest.raises(DataError, match=r"^source d\\xff: the name is not valid Unicode; give it another$"):
+        folder_source(tmp_path / os.fsdecode(b"d\xff"))
 
 
 def test_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def prepare(
     """
     root = Path(folder)
     wanted = [source] if isinstance(source, SourceLike) else list(source)
-    if not wanted:
+    if not wanted or any(isinstance(one, str) and not one for one in wanted):
         raise DataError(f"shards {root}: no source named")
     if (root / "manifest.json").exists():
         shards = Shards.open(root)

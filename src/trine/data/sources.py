@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import stat
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,8 @@ LARGEST_FILE = 1 << 26
 """Bytes of the largest file that becomes one document."""
 PYTHON_LICENCE = "PSF-2.0"
 
+# Folders that are never entered and not worth a word: caches and histories.
+_UNSEEN = frozenset({"__pycache__", ".git"})
 # Folders of an installed standard library that hold no library code: tests, third-party packages, binaries.
 _NOT_LIBRARY = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload", ".git"}
@@ -158,8 +162,10 @@ def make_corpus(
         place: see ``Corpus``.
 
     Raises:
-        DataError: two contents under one name, or nothing left.
+        DataError: a source name that is not valid Unicode, two contents under one name, or nothing left.
     """
+    if _shown(source) != source:
+        raise DataError(f"source {_shown(source)}: the name is not valid Unicode; give it another")
     kept: list[tuple[str, str, str]] = []
     lost = list(dropped)
     first_with: dict[str, str] = {}
@@ -168,6 +174,9 @@ def make_corpus(
         if name == previous:
             raise DataError(f"source {source}: two documents are named {name}")
         previous = name
+        if _shown(name) != name:
+            lost.append(Dropped(_shown(name), _NAME_NOT_UNICODE))
+            continue
         if not content:
             lost.append(Dropped(name, "empty"))
             continue
@@ -186,7 +195,7 @@ def make_corpus(
         first_with[digest] = name
         kept.append((name, text, digest))
     if not kept:
-        raise DataError(f"source {source}: no documents ({len(lost)} dropped)")
+        raise no_documents(source, [place] if place else [], None, lost)
     families = near_copy_families([text for _, text, _ in kept])
     documents = tuple(
         Document(
@@ -204,11 +213,34 @@ def make_corpus(
     return Corpus(source, documents, tuple(lost), dict(origin or {}), one_in, place)
 
 
+_NAME_NOT_UNICODE = "its name is not UTF-8"
+
+
+def _shown(name: str) -> str:
+    """A name with the bytes that are not UTF-8 spelt out, as ``caf\\xe9``."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return os.fsencode(name).decode("utf-8", "backslashreplace")
+    return name
+
+
+def no_documents(
+    source: str, places: Sequence[str | Path], suffixes: Sequence[str] | None, lost: Sequence[Dropped]
+) -> DataError:
+    """The error of a source without a document: where it looked, for what, and the first of what it left out."""
+    where = f" in {', '.join(map(str, places))}" if places else ""
+    looked = f"looked for names ending in {', '.join(suffixes)}; " if suffixes else ""
+    first = "".join(f"; {one.name}: {one.reason}" for one in lost[:3])
+    return DataError(f"source {source}: no documents{where} ({looked}{len(lost)} dropped{first})")
+
+
 def list_folder(
     folder: str | Path,
     *,
     suffixes: tuple[str, ...] | None = None,
-    skip_folders: frozenset[str] = frozenset({"__pycache__", ".git"}),
+    skip_folders: frozenset[str] = _UNSEEN,
+    count_others: bool = True,
 ) -> tuple[list[tuple[str, Path]], list[Dropped]]:
     """Every regular file below ``folder`` in a fixed order; links are not followed.
 
@@ -216,6 +248,8 @@ def list_folder(
         folder: where to look.
         suffixes: file-name endings to take, all when None.
         skip_folders: folder names not entered.
+        count_others: name what is left out by its ending or its folder, one line an ending (``*.md``) or a folder's
+            name, but for folders of caches and histories.
 
     Returns:
         (name, path) pairs with names relative to ``folder`` in POSIX form, and what else was found there.
@@ -234,21 +268,31 @@ def list_folder(
 
     found: list[tuple[str, Path]] = []
     dropped: list[Dropped] = []
+    unread: Counter[str] = Counter()
     for here, folders, files in os.walk(root, onerror=refuse, followlinks=False):
+        unread.update(f"{name}/" for name in folders if name in skip_folders - _UNSEEN)
         folders[:] = sorted(name for name in folders if name not in skip_folders)
         linked = [name for name in folders if Path(here, name).is_symlink()]
-        dropped += [Dropped(Path(here, name).relative_to(root).as_posix(), "a link") for name in linked]
+        dropped += [Dropped(_shown(Path(here, name).relative_to(root).as_posix()), "a link") for name in linked]
         for file in sorted(files):
             if suffixes is not None and not file.endswith(suffixes):
+                ending = Path(file).suffix
+                unread[f"*{ending}" if ending else file] += 1
                 continue
             path = Path(here, file)
             name = path.relative_to(root).as_posix()
-            if path.is_symlink():
+            if _shown(name) != name:
+                dropped.append(Dropped(_shown(name), _NAME_NOT_UNICODE))
+            elif path.is_symlink():
                 dropped.append(Dropped(name, "a link"))
             elif not path.is_file():
                 dropped.append(Dropped(name, "not a regular file"))
             else:
                 found.append((name, path))
+    if count_others:
+        for what, count in sorted(unread.items()):
+            reason = "not entered" if what.endswith("/") else "not read: no such names were asked for"
+            dropped.append(Dropped(_shown(what), f"{count} {reason}"))
     return found, dropped
 
 
@@ -258,8 +302,11 @@ def read_files(files: Iterable[tuple[str, Path]]) -> tuple[list[tuple[str, bytes
     dropped: list[Dropped] = []
     for name, path in files:
         try:
-            size = path.stat().st_size
-            if size > LARGEST_FILE:
+            status = path.stat()
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+                dropped.append(Dropped(name, "not a regular file"))
+            elif size > LARGEST_FILE:
                 dropped.append(Dropped(name, f"enormous ({size} bytes, at most {LARGEST_FILE}; split it)"))
             else:
                 texts.append((name, path.read_bytes()))
@@ -272,10 +319,11 @@ def read_folder(
     folder: str | Path,
     *,
     suffixes: tuple[str, ...] | None = None,
-    skip_folders: frozenset[str] = frozenset({"__pycache__", ".git"}),
+    skip_folders: frozenset[str] = _UNSEEN,
+    count_others: bool = True,
 ) -> tuple[list[tuple[str, bytes]], list[Dropped]]:
     """``list_folder`` and ``read_files`` in one: (name, content) pairs, and what was left out."""
-    files, dropped = list_folder(folder, suffixes=suffixes, skip_folders=skip_folders)
+    files, dropped = list_folder(folder, suffixes=suffixes, skip_folders=skip_folders, count_others=count_others)
     texts, unread = read_files(files)
     return texts, dropped + unread
 
@@ -289,9 +337,12 @@ def folder_source(
     one_in: int = HELD_OUT_ONE_IN,
 ) -> Corpus:
     """The text files below a folder, one document a file. Raises DataError when there are none."""
+    name = name or Path(folder).resolve().name
     texts, dropped = read_folder(folder, suffixes=suffixes)
+    if not texts:
+        raise no_documents(name, [folder], suffixes, dropped)
     return make_corpus(
-        name or Path(folder).resolve().name,
+        name,
         texts,
         licence=licence,
         dropped=dropped,
@@ -315,7 +366,8 @@ def stdlib_source(folder: str | Path | None = None, *, one_in: int = HELD_OUT_ON
         DataError: no readable library there.
     """
     root = Path(folder) if folder is not None else Path(sysconfig.get_path("stdlib"))
-    texts, dropped = read_folder(root, suffixes=(".py",), skip_folders=_NOT_LIBRARY)
+    # Libraries, caches and tests are no text that was passed over: they differ from machine to machine.
+    texts, dropped = read_folder(root, suffixes=(".py",), skip_folders=_NOT_LIBRARY, count_others=False)
     code: list[tuple[str, bytes]] = []
     for name, content in texts:
         if name == "pydoc_data/topics.py":

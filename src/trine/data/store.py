@@ -26,6 +26,7 @@ from trine.data.sources import (
     folder_source,
     list_folder,
     make_corpus,
+    no_documents,
     read_files,
     stdlib_source,
 )
@@ -42,6 +43,12 @@ cmake mk toml cfg ini yaml yml rst md txt
 """
 CODE = (*(f".{ending}" for ending in _CODE.split()), "Makefile", "Kconfig")
 """Endings of the names of files that belong to a code tree."""
+_SUFFIXES = {
+    "code": CODE,
+    "bundle": CODE,
+    "jsonl": (".jsonl", ".jsonl.gz", ".ndjson"),
+    "parquet": (".parquet",),
+}
 _NOT_CODE = frozenset(
     {"__pycache__", ".git", ".hg", ".svn", "node_modules", ".venv", "venv", ".tox", ".mypy_cache", "dist", "build"}
 )
@@ -157,6 +164,11 @@ def kind_of(path: Path) -> str:
     return endings[0] if endings else "text"
 
 
+def _suffixes(reading: Reading) -> tuple[str, ...] | None:
+    """Endings of the files that are read from folders; None for all."""
+    return reading.suffixes or _SUFFIXES.get(reading.kind)
+
+
 def list_paths(paths: Sequence[str | Path], reading: Reading) -> tuple[list[tuple[str, Path]], list[Dropped]]:
     """The files that paths stand for, named below them; below their own names when there are several paths.
 
@@ -165,12 +177,7 @@ def list_paths(paths: Sequence[str | Path], reading: Reading) -> tuple[list[tupl
     """
     found: list[tuple[str, Path]] = []
     dropped: list[Dropped] = []
-    suffixes = reading.suffixes or {
-        "code": CODE,
-        "bundle": CODE,
-        "jsonl": (".jsonl", ".jsonl.gz", ".ndjson"),
-        "parquet": (".parquet",),
-    }.get(reading.kind)
+    suffixes = _suffixes(reading)
     skip = frozenset({"__pycache__", ".git"}) if reading.kind == "text" else _NOT_CODE
     for path in map(Path, paths):
         if path.is_file():
@@ -230,6 +237,8 @@ def add(
     unread = {one.name: one for one in lost if one.reason.startswith("cannot be read")}
     dropped += [unread[n] for n, _ in files if n in unread]
     files = [(n, path) for n, path in files if n not in unread]
+    if not texts:
+        raise no_documents(name, paths, _suffixes(reading), [*dropped, *lost])
     corpus = make_corpus(name, texts, licence=licence, dropped=[*dropped, *lost])
     source = StoredSource(
         name=name,
@@ -300,6 +309,8 @@ def load_source(source: str, *, one_in: int = HELD_OUT_ONE_IN, store: str | Path
     Raises:
         DataError: it names nothing, holds nothing, or is not what was added to the store.
     """
+    if not source:
+        raise DataError("data source '': found no name, need 'stdlib', a name in the store or a path")
     if source == "stdlib":
         return stdlib_source(one_in=one_in)
     if _is_stored(source, store):
@@ -311,6 +322,8 @@ def load_source(source: str, *, one_in: int = HELD_OUT_ONE_IN, store: str | Path
         raise DataError(f"data source {source}: neither 'stdlib', nor a name in the store{known}, nor an existing path")
     if path.is_dir():
         return folder_source(path, one_in=one_in)
+    if not path.is_file():
+        raise DataError(f"data source {source}: is neither a regular file nor a folder")
     texts, dropped = read(Reading(kind_of(path)), [(path.name, path)])
     return make_corpus(
         *(path.name.split(".")[0], texts),
