@@ -59,18 +59,47 @@ MISTAKES = [
     ("train extra", "trine train: found 'extra', which nothing asks for (see trine train --help)", 2),
     (
         "train --tokens abc",
-        "trine train: --tokens: invalid literal for int() with base 10: 'abc' (see trine train --help)",
+        "trine train: --tokens: found 'abc', need a whole number (see trine train --help)",
         2,
     ),
+    (
+        "train --optimizer.rates.muon fast",
+        "trine train: --optimizer.rates.muon: found 'fast', need a number (see trine train --help)",
+        2,
+    ),
+    ("train --optimizer.rates.muon inf", "trine train: optimizer.rates.muon: found inf, need a finite number", 1),
+    ("train --mtp nan", "trine train: mtp: found nan, need a finite number", 1),
+    (
+        "train --seed 99999999999999999999999",
+        "trine train: seed: found 99999999999999999999999, need 0 to 2**63 - 1",
+        1,
+    ),
+    (
+        "train --model init_std=-1",
+        "trine train: model.init_std: found -1.0, need None or a positive number",
+        1,
+    ),
+    (
+        "train --model tile=1 g_min=-50",
+        "trine train: model.g_min: found -50.0, need tile * |g_min| < 88 (the range of float32), found 16 * 50 = 800",
+        1,
+    ),
+    (
+        "train --model residual=plian",
+        "trine train: model.residual: found 'plian', need one of attn_res, plain, chunk, shallow_to_deep; "
+        "did you mean 'plain'?",
+        1,
+    ),
+    ("train --run a\0b", "trine train: run: found 'a\\x00b', need a plain folder name", 1),
     (
         "train --stages.0.length 200 --stages.0.micro-tokens 4096",
         "trine train: stages.micro_tokens: found 4096, need a multiple of the row length 200",
         1,
     ),
     (
-        "train --device gpu",
-        "trine train: invalid choice 'gpu' for argument '--device'. Expected one of ('auto', 'cpu', 'cuda') "
-        "(see trine train --help)",
+        "train --device cdua",
+        "trine train: --device: found 'cdua', need one of auto, cpu, cuda; did you mean 'cuda'? (see trine train "
+        "--help)",
         2,
     ),
     (
@@ -95,8 +124,8 @@ MISTAKES = [
         "trine train: --preset: the file given with --config names the preset (see trine train --help)",
         2,
     ),
-    ("train --resume", "trine train: runs: holds no run of preset 'laptop' to resume", 1),
-    ("train --run mine --resume", "trine train: runs/mine: holds no run", 1),
+    ("train --resume", "trine train: run: found no run of preset 'laptop' in runs", 1),
+    ("train --run mine --resume", "trine train: run: found no run in runs/mine", 1),
     ("info --preset k33", f"trine info: preset: found 'k33', need one of {PRESETS}; did you mean 'k3'?", 1),
     ("info --jsn", "trine info: no option --jsn; did you mean --json? (see trine info --help)", 2),
     ("eval", "trine eval: missing: RUN (see trine eval --help)", 2),
@@ -147,6 +176,23 @@ def test_run_is_found_by_path_and_by_name_and_near_names_are_offered(trine: Run)
     assert cli._run_folder("runs/laptop-2") == Path("runs/laptop-2")
     assert trine("eval", "laptp")[2] == "trine eval: run: found no run in laptp; did you mean laptop?\n"
     assert trine("eval", "xyz")[2] == "trine eval: run: found no run in xyz; runs/ has laptop, laptop-2\n"
+    # the same words wherever a run is asked for
+    for line, where in (
+        ("train --run lptop --resume", "in runs/lptop; did you mean laptop?"),
+        ("train --run xyz --resume", "in runs/xyz; runs/ has laptop, laptop-2"),
+        ("train --preset smoke --resume", "of preset 'smoke' in runs; runs/ has laptop, laptop-2"),
+        ("compare laptop xyz", "in xyz; runs/ has laptop, laptop-2"),
+    ):
+        assert trine(*line.split())[2] == f"trine {line.split()[0]}: run: found no run {where}\n"
+
+
+def test_info_says_the_vocabulary_and_what_the_plan_makes_of_it(trine: Run) -> None:
+    words = " ".join(trine("info", "--preset", "smoke")[1].split())
+    assert "The vocabulary has 256 ids." in words
+    assert "The training plan smoke learns 512 ids, which makes 500,966 parameters." in words
+    words = " ".join(trine("info", "--preset", "laptop")[1].split())
+    assert "The vocabulary has 4,096 ids." in words and "training plan" not in words
+    assert json.loads(trine("info", "--preset", "smoke", "--json")[1])["vocabulary"] == 256
 
 
 def test_help_of_everything(trine: Run) -> None:
@@ -345,6 +391,7 @@ def test_training_shows_evaluation_sample_and_what_to_try_next(
     assert "this model" in out and "xz -9" in out
     assert "report: runs/smoke/report.md" in out
     assert "generate runs/smoke --prompt" in out
+    assert "resumed at step 2 of 2: nothing left to train" in out
 
 
 def test_evaluating_a_run_gives_the_numbers_it_ended_with(home: Path, trine: Run) -> None:
@@ -433,4 +480,4 @@ def test_no_data_is_named_and_no_run_is_begun(trine: Run, monkeypatch: pytest.Mo
         code, _, err = trine("train", "--preset", "smoke", "--data.source", source)
         assert (code, err.count("\n")) == (1, 1)
         assert err.startswith("trine train: ") and source in err
-        assert not list(Path("runs").glob("*/run.json"))
+        assert not Path("runs").exists()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.conf import Positional
 
-from trine.config import SourceShare
+from trine.config import SourceShare, need_one_of
 from trine.train.config import TrainConfig, load_toml, parse_share, share_text, train_preset
 from trine.train.study_config import StudyConfig
 
@@ -145,7 +145,7 @@ class Migrate:
     inputs: str = ""  # for a file: safetensors with what each gated layer is given
     recover: float = 0.0  # train on for this share of the run's training tokens
     gates_first: float = 0.5  # share of that for the gates alone
-    rate: float = 0.1  # of the run's peak learning rates while it recovers
+    rate: float = 0.03  # of the run's peak learning rates while it recovers
     json: bool = False  # print the report as JSON
 
 
@@ -323,4 +323,22 @@ def read_box(box: str) -> tuple[str, bool]:
         return f"missing: {', '.join(names)}", False
     if kind.startswith("Error parsing") and ": found " in rest:
         return rest, True  # it names its field
-    return wrong[0].removeprefix("Error parsing ").rstrip("."), False
+    return _in_our_words(wrong[0].removeprefix("Error parsing ").rstrip(".")), False
+
+
+def _in_our_words(message: str) -> str:
+    """What the parser says of a value, as we say it of others: what was found, what is needed, what is near."""
+    for pattern, needed in (
+        (r"(--\S+): invalid literal for int\(\) with base 10: (.*)", "a whole number"),
+        (r"(--\S+): could not convert string to float: (.*)", "a number"),
+    ):
+        if match := re.fullmatch(pattern, message):
+            return f"{match[1]}: found {match[2]}, need {needed}"
+    match = re.fullmatch(r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)", message)
+    if match is None:
+        return message
+    try:
+        need_one_of(match[2], match[1], [word.strip().strip("'") for word in match[3].split(",") if word.strip()])
+    except ValueError as error:
+        return str(error)
+    return message

@@ -134,9 +134,9 @@ def _train(args: list[str]) -> int:
         console.print(table)
     if summary.sample is not None:
         console.rule("what it writes", align="left")
-        console.print(summary.sample, markup=False, highlight=False)
+        console.print(summary.sample, markup=False, highlight=False, soft_wrap=not console.is_terminal)
         console.rule()
-    console.print(f"report: {report}", markup=False, highlight=False)
+    console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
     console.print("Next:")
     for command, why in next_commands(summary.folder):
         console.print(f"  {command}\n      {why}", markup=False, highlight=False, soft_wrap=True)
@@ -268,17 +268,20 @@ def _info(args: list[str]) -> int:
 
     options = parse("info", Info, args)
     from trine.config import preset
+    from trine.train.config import TRAIN_PRESETS
 
     config = preset(options.preset)
+    plan = TRAIN_PRESETS[options.preset].model_config() if options.preset in TRAIN_PRESETS else config
     from trine.model import info
 
-    facts = info(config)
+    facts = {"vocabulary": config.vocab_size, **info(config)}
     if options.json:
         print(json.dumps({"preset": options.preset, **facts}))
     else:
         from trine.views.tables import model_table
 
-        _show(model_table(options.preset, facts))
+        planned = (plan.vocab_size, info(plan)["total"]) if plan != config else None
+        _show(model_table(options.preset, facts, planned))
     return OK
 
 
@@ -394,15 +397,14 @@ def _run_folder(name: str) -> Path:
     """A run given by path, or by its name in runs/.
 
     Raises:
-        ValueError: there is no such run; names the nearest.
+        RunError: there is no such run; names the nearest.
     """
     for folder in (Path(name), Path("runs") / name):
         if (folder / "run.json").is_file():
             return folder
-    known = sorted(path.parent.name for path in Path("runs").glob("*/run.json"))
-    near = difflib.get_close_matches(Path(name).name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; runs/ has {', '.join(known)}" if known else ""
-    raise ValueError(f"run: found no run in {name}{hint}")
+    from trine.train.errors import no_run
+
+    raise no_run(name, Path("runs"))
 
 
 def _run_or_file(name: str) -> Path:

@@ -10,21 +10,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from trine.config import SourceShare
 from trine.data import DataError, Tokenizer
 from trine.train import loop, machine
 from trine.train.callbacks import Callback
 from trine.train.checkpoint import list_checkpoints, read_tensors
 from trine.train.config import DataConfig, EvalConfig, OptimizerConfig, Stage, TrainConfig, train_to_dict
 from trine.train.errors import Interrupted, RunError
+from trine.train.finish import evaluate_run, write
 from trine.train.loop import RunSummary, train
 from trine.train.metrics import StepRecord
 from trine.train.run_folder import RunFolder
+from trine.train.stored import load_run, program, stored_config
 from trine.train.trainer import Trainer
+from trine.views.report import write_report
 
 MODEL = (
     "layers=3",
@@ -134,7 +139,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(config: TrainConfig) -> No
     straight = train(dataclasses.replace(quick, run="straight"))
     with pytest.raises(Interrupted) as error:
         train(dataclasses.replace(quick, run="cut"), callbacks=[StopAfter(3)])
-    command = f"trine train --run cut --runs {config.runs} --resume"
+    command = f"{program()} train --run cut --runs {config.runs} --resume"
     assert str(error.value) == f"interrupted; step 3 of 6 is saved; go on with: {command}"
     resumed = train(again(quick, run="cut"))
     assert resumed.steps == 6
@@ -173,9 +178,10 @@ def test_nothing_is_overwritten(config: TrainConfig) -> None:
     )
     with pytest.raises(RunError, match="tokens: found 512, the stored run has 256"):
         train(again(quick, run="smoke", tokens=512))
-    with pytest.raises(RunError, match="none: holds no run to resume"):
+    with pytest.raises(RunError, match=r"run: found no run in .*/none; .* has smoke, smoke-2"):
         train(again(quick, run="none"))
-    with pytest.raises(RunError, match="holds no run of preset 'laptop' to resume"):
+    assert not (first.folder.parent / "none").exists()
+    with pytest.raises(RunError, match=r"run: found no run of preset 'laptop' in .*; .* has smoke, smoke-2"):
         train(again(quick, preset="laptop", model=()))
 
 
@@ -184,9 +190,100 @@ def test_two_runs_in_one_folder(config: TrainConfig) -> None:
         train(dataclasses.replace(config, run="busy"))
 
 
-def test_no_data_is_named(config: TrainConfig, tmp_path: Path) -> None:
+def shown_by(config: TrainConfig, width: int = 200) -> tuple[RunSummary, str]:
+    """A run, and what it prints into a file."""
+    file = io.StringIO()
+    summary = train(config, Console(file=file, force_terminal=False, width=width))
+    return summary, file.getvalue()
+
+
+def test_two_steps_then_everything_that_reads_a_run(config: TrainConfig) -> None:
+    """Trained, stopped, resumed, evaluated and asked to write, with a mixture, all through the run's folder."""
+    stage = dataclasses.replace(config.stages[0], mixture=(SourceShare("*", 1.0, 0.5),))
+    plan = dataclasses.replace(config, stages=(stage,), tokens=2 * 256, eval=EvalConfig(run=False), run="two")
+    with pytest.raises(Interrupted):
+        train(plan, callbacks=[StopAfter(1)])
+    folder = Path(plan.runs) / "two"
+    kept = stored_config(folder)
+    assert kept == plan
+    summary, text = shown_by(dataclasses.replace(kept, resume=True))
+    assert summary.steps == 2 and "resumed at step 1 of 2\n" in text
+    found = evaluate_run(folder)
+    assert found["step"] == 2 and 0 < found["bits_per_byte"] < 12
+    run = load_run(folder)
+    assert write(run.model, run.tokenizer, "def ", 3).startswith("def ")
+    _, text = shown_by(dataclasses.replace(kept, resume=True))
+    assert "resumed at step 2 of 2: nothing left to train\n" in text
+
+
+def test_nothing_held_out_is_said_before_training_and_the_run_still_ends_well(config: TrainConfig) -> None:
+    data = dataclasses.replace(config.data, held_out_one_in=100_000)
+    summary, text = shown_by(dataclasses.replace(config, data=data, tokens=512))
+    assert text.index("nothing is held out, so the model will not be measured") < text.index("step 1/2")
+    assert summary.steps == 2 and summary.evaluation is None and summary.sample
+    assert json.loads((summary.folder / "run.json").read_text())["data"]["held_out"] == 0
+    assert not (summary.folder / "eval.json").exists()
+    assert "no document is held out" in write_report(summary.folder).read_text()
+
+
+def test_tokens_are_rounded_to_whole_steps_aloud_and_a_log_keeps_a_line_a_line(config: TrainConfig) -> None:
+    quick = dataclasses.replace(config, eval=EvalConfig(run=False))
+    _, text = shown_by(dataclasses.replace(quick, tokens=10), width=40)
+    assert "tokens: 10 asked for, 256 in whole steps\n" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("step 1/1 "))
+    assert line.endswith(" left") and len(line) > 40
+    assert "in whole steps" not in shown_by(dataclasses.replace(quick, tokens=512))[1]
+
+
+def test_a_crash_before_the_record_is_whole_leaves_no_run_and_resuming_restores_the_tokenizer(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is the last file of a beginning, so what has one has all."""
+    quick, seen = dataclasses.replace(config, eval=EvalConfig(run=False), tokens=256), []
+    true_write = RunFolder.write_json
+
+    def write_json(folder: RunFolder, name: str, value: Any) -> None:
+        seen.append((folder.path / "tokenizer.json").exists())
+        true_write(folder, name, value)
+
+    monkeypatch.setattr(RunFolder, "write_json", write_json)
+    path = train(quick).folder
+    assert seen == [True]
+    before = (path / "tokenizer.json").read_bytes()
+    (path / "tokenizer.json").unlink()
+    train(again(quick))
+    assert (path / "tokenizer.json").read_bytes() == before
+    Tokenizer.train(["abc abd abe"] * 3, 260).save(path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer.json: found 260 ids, the run's model has 300"):
+        train(again(quick))
+
+
+def test_a_run_is_resumed_from_another_folder(
+    config: TrainConfig, tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source was named from where the run began; its data is in the run."""
+    data = dataclasses.replace(config.data, source=texts.name)
+    quick = dataclasses.replace(config, data=data, eval=EvalConfig(run=False), tokens=512)
+    monkeypatch.chdir(texts.parent)
+    with pytest.raises(Interrupted):
+        train(quick, callbacks=[StopAfter(1)])
+    monkeypatch.chdir(tmp_path)
+    assert train(again(quick)).steps == 2
+    record = Path(quick.runs) / "smoke" / "run.json"
+    values = json.loads(record.read_text())
+    record.write_text(json.dumps({**values, "data": {**values["data"], "hash": "0" * 64}}))
+    with pytest.raises(DataError, match="not the data that this run began with"):
+        train(again(quick))
+
+
+def test_no_data_is_named(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "busy_warning", lambda: "the machine is busy: 40%")
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=False, width=200)
     with pytest.raises(DataError, match="neither 'stdlib', nor a name in the store, nor an existing path"):
-        train(dataclasses.replace(config, data=DataConfig(source=str(tmp_path / "nowhere"), vocabulary=300)))
+        train(dataclasses.replace(config, data=DataConfig(source=str(tmp_path / "nowhere"), vocabulary=300)), console)
+    assert list(tmp_path.iterdir()) == []
+    assert "busy" not in file.getvalue()  # that is about training, which has not begun
 
 
 def test_a_card_that_is_not_there_is_named(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,23 @@ def test_two_runs_in_one_folder_are_one_line(tmp_path: Path) -> None:
     RunFolder(path).close()
 
 
+def test_a_folder_made_for_a_run_that_never_began_goes_again(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "a"
+    with pytest.raises(ValueError, match="no data"), RunFolder(path):
+        (path / "data").mkdir()
+        raise ValueError("no data")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="later"), RunFolder(path) as folder:
+        folder.write_json("run.json", {})
+        raise ValueError("later")
+    assert (path / "run.json").exists()
+    other = tmp_path / "mine"
+    other.mkdir()  # not made here, not removed here
+    with pytest.raises(ValueError, match="no data"), RunFolder(other):
+        raise ValueError("no data")
+    assert other.exists()
+
+
 def test_the_lock_of_a_killed_process_is_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -12,11 +13,12 @@ import torch
 from trine.config import ModelConfig, to_dict
 from trine.data import DataError, Tokenizer
 from trine.model import Model
+from trine.train import stored
 from trine.train.checkpoint import save_checkpoint
 from trine.train.config import TrainConfig, train_to_dict
 from trine.train.errors import RunError
 from trine.train.run_folder import RunFolder
-from trine.train.stored import load_run, resume_command, run_path, stored_config
+from trine.train.stored import load_run, program, resume_command, run_path, stored_config
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_damage_is_passed_over_unless_it_was_asked_for(run: Path) -> None:
 
 
 def test_what_is_missing_is_named(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"nowhere: holds no run"):
+    with pytest.raises(RunError, match=r"found no run in .*nowhere"):
         load_run(tmp_path / "nowhere")
     with pytest.raises(RunError, match=r"step-000007: does not exist"):
         load_run(run, step=7)
@@ -90,12 +92,69 @@ def test_which_folder_a_run_gets(run: Path) -> None:
     base = TrainConfig(runs=str(run.parent))
     assert run_path(base) == run.parent / "laptop"
     assert run_path(dataclasses.replace(base, run="mine")) == run.parent / "mine"
-    with pytest.raises(RunError, match="holds no run of preset 'laptop' to resume"):
+    with pytest.raises(RunError, match=r"run: found no run of preset 'laptop' in .*runs/ has one"):
         run_path(dataclasses.replace(base, resume=True))
     run.rename(run.parent / "laptop-3")
     assert run_path(dataclasses.replace(base, resume=True)) == run.parent / "laptop-3"
 
 
 def test_how_to_go_on() -> None:
-    assert resume_command(TrainConfig(), "laptop-2") == "trine train --run laptop-2 --resume"
-    assert resume_command(TrainConfig(runs="x"), "a") == "trine train --run a --runs x --resume"
+    trine = program()
+    assert resume_command(TrainConfig(), "laptop-2") == f"{trine} train --run laptop-2 --resume"
+    assert resume_command(TrainConfig(runs="x"), "a") == f"{trine} train --run a --runs x --resume"
+
+
+def test_commands_are_given_so_that_they_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, other = tmp_path / ".venv" / "bin" / "trine", tmp_path / "elsewhere" / "trine"
+    for path in (script, other):
+        path.parent.mkdir(parents=True)
+    monkeypatch.setattr("sys.executable", str(script.with_name("python")))
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == "trine"
+    script.touch()
+    assert program() == str(script)
+    monkeypatch.chdir(tmp_path)
+    assert program() == ".venv/bin/trine"
+    for path in (script, other):
+        path.touch()
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(other.parent))  # another installation is the one that the shell finds
+    assert program() == ".venv/bin/trine"
+    monkeypatch.setattr("sys.argv", [str(other)])
+    assert program() == "trine"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == "elsewhere/trine"
+    monkeypatch.setattr("sys.argv", ["elsewhere/trine"])
+    assert program() == "elsewhere/trine"
+
+
+def test_a_fault_of_ours_is_not_called_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(values: object) -> TrainConfig:
+        raise TypeError("one argument too many")
+
+    monkeypatch.setattr(stored, "train_from_dict", broken)
+    with pytest.raises(TypeError, match="one argument too many"):
+        stored_config(run)
+    record = json.loads((run / "run.json").read_text())
+    for value, found in ((3, "int"), (None, "NoneType"), ([], "list")):
+        (run / "run.json").write_text(json.dumps({**record, "config": value}))
+        with pytest.raises(RunError, match=rf"run.json: damaged \(config: found {found}, need an object\)"):
+            stored_config(run)
+    (run / "run.json").write_text('{"format_version": 1, "config": ' + "[" * 100_000)
+    with pytest.raises(RunError, match=r"run.json: damaged"):
+        stored_config(run)
+
+
+def test_another_tokenizer_is_refused(run: Path) -> None:
+    path = run / "tokenizer.json"
+    record = json.loads((run / "run.json").read_text())
+    before = hashlib.sha256(path.read_bytes()).hexdigest()
+    (run / "run.json").write_text(json.dumps({**record, "data": {"tokenizer": before}}))
+    assert load_run(run).tokenizer.vocab_size == 260
+    Tokenizer.train(["xyz xyw xyv"] * 3, 260).save(path)
+    with pytest.raises(DataError, match=r"tokenizer.json: not the one that the run was trained with"):
+        load_run(run)
+    Tokenizer.train(["abc abd abe"] * 3, 259).save(path)
+    with pytest.raises(DataError, match=r"tokenizer.json: found 259 ids, the run's model has 260"):
+        load_run(run)

@@ -14,8 +14,10 @@ from PIL import Image
 
 from trine.config import preset, to_dict
 from trine.train.config import train_preset, train_to_dict
+from trine.train.errors import RunError
+from trine.train.stored import program
 from trine.views.figures import sampling_floor
-from trine.views.report import duration, next_commands, program, read_lines, summary_line, write_report
+from trine.views.report import duration, next_commands, read_lines, summary_line, write_report
 
 EVALUATION = {
     "format_version": 1,
@@ -170,21 +172,6 @@ def test_next_commands_name_this_run(report: Path) -> None:
     assert all(command in report.read_text() for command in commands)
 
 
-def test_commands_are_given_so_that_they_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / ".venv" / "bin" / "trine"
-    script.parent.mkdir(parents=True)
-    monkeypatch.setattr("sys.executable", str(script.with_name("python")))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert program() == "trine"
-    script.touch()
-    assert program() == str(script)
-    monkeypatch.chdir(tmp_path)
-    assert program() == ".venv/bin/trine"
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(script.parent))
-    assert program() == "trine"
-
-
 def test_run_that_was_stopped_gets_a_report_without_the_parts_it_has_not_reached(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path / "short", steps=5, finished=False)).read_text()
     assert "Not evaluated: the run has not reached its end." in text
@@ -203,7 +190,7 @@ def test_report_written_again_is_the_same_and_a_model_without_experts_has_no_bal
 
 
 def test_folder_without_a_run_or_without_a_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nothing: holds no run"):
+    with pytest.raises(RunError, match=r"run: found no run in .*nothing"):
         write_report(tmp_path / "nothing")
     run = make_run(tmp_path / "fresh", steps=0)
     with pytest.raises(ValueError, match=r"metrics\.jsonl: no step recorded yet"):
@@ -221,9 +208,40 @@ def test_summary_names_the_card_when_there_is_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "card", steps=1)
     record: dict[str, Any] = json.loads((run / "run.json").read_text())
     record["hardware"]["gpus"] = [{"name": "NVIDIA H200", "memory_bytes": 141 * 2**30}]
-    line = summary_line(record, read_lines(run / "metrics.jsonl"), {"total": 4_700_000, "active": 1_500_000})
-    assert "4.7 M parameters, 1.5 M used by a token" in line
-    assert "on NVIDIA H200" in line
+    record["threads"] = 1
+    line = summary_line(record, read_lines(run / "metrics.jsonl"), {"total": 4_700_000, "active": 280_123})
+    assert "4.7 M parameters with a vocabulary of 4,096, 0.28 M used by a token" in line
+    assert line.endswith("on NVIDIA H200, 1 thread.")
+
+
+def changed(run: Path, file: str, **changes: Any) -> None:
+    values = json.loads((run / file).read_text())
+    for key, value in changes.items():
+        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+    (run / file).write_text(json.dumps(values))
+
+
+def test_the_yardstick_that_knows_the_training_text_is_explained_only_where_it_is(report: Path, tmp_path: Path) -> None:
+    sentence = "The last row can look up every line it has read"
+    assert sentence in report.read_text()
+    run = make_run(tmp_path / "unprimed", steps=2)
+    changed(run, "eval.json", baselines={"xz_primed": None})
+    assert sentence not in write_report(run).read_text()
+
+
+def test_the_smoke_run_says_what_it_is_not_for(report: Path, tmp_path: Path) -> None:
+    sentence = "A model this small is not expected to beat gzip after 300 steps"
+    assert sentence not in report.read_text()
+    run = make_run(tmp_path / "small", steps=2)
+    changed(run, "run.json", config={"preset": "smoke"})
+    assert sentence in write_report(run).read_text()
+
+
+def test_why_there_is_no_evaluation(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "done", finished=False)
+    assert "Not evaluated: `trine eval` does it." in write_report(run).read_text()
+    changed(run, "run.json", data={"held_out": 0})
+    assert "Not evaluated: no document is held out (`data.held_out_one_in`)." in write_report(run).read_text()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(9.6, "10 s"), (754, "12 min 34 s"), (7_260, "2 h 01 min")])

@@ -15,22 +15,23 @@ import torch
 from trine._log import logger
 from trine.balance import QuantileBalancing
 from trine.config import to_dict
-from trine.data import Batch, Shards, prepare
+from trine.data import Batch, DataError, Shards, prepare
+from trine.data._files import write_atomically
 from trine.data.generated import RECALL, RecallRows, open_recall
 from trine.data.mixture import MixturePlan
 from trine.model import Model
 from trine.train import machine
 from trine.train.callbacks import Callback, SaveEvery, WriteMetrics
 from trine.train.config import Stage, TrainConfig, config_hash, first_difference, train_to_dict
-from trine.train.errors import Interrupted, RunError
+from trine.train.errors import Interrupted, RunError, no_run
 from trine.train.finish import evaluate, short_measure, store_evaluation, write
 from trine.train.guard import ShortGuard
 from trine.train.progress import ShowProgress
 from trine.train.run_data import sources_of
-from trine.train.run_folder import RunFolder
+from trine.train.run_folder import RunFolder, read_json
 from trine.train.schedule import Plan, StageSpan, lay_out
 from trine.train.spikes import SpikeGuard
-from trine.train.stored import resume_command, run_path, stored_config
+from trine.train.stored import resume_command, run_path, stored_config, stored_tokenizer
 from trine.train.tensorboard import TensorBoard
 from trine.train.trainer import Batches, Trainer
 
@@ -70,20 +71,25 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
         ValueError: a value that cannot work, or no data (`trine.data.DataError`).
     """
     settings = machine.prepare_machine(config.threads)
-    warning = machine.busy_warning()
-    if warning and console is not None:
-        console.print(f"[yellow]warning:[/] {warning}")
-    elif warning:
-        logger.warning(warning)
+    device = choose_device(config)
     path = run_path(config)
+
+    def say(line: str) -> None:
+        if console is not None:  # a log keeps a line a line
+            console.print(line, soft_wrap=not console.is_terminal)
+
     with RunFolder(path) as folder:
         _check_folder(config, folder)
-        say = console.print if console is not None else lambda *_: None
         say(f"run {path}")
         began = time.perf_counter()
         shards = open_data(config, path / "data")
         say(f"data: {_in_words(shards)}, ready in {time.perf_counter() - began:.0f} s")
+        measured = config.eval.run and shards.select("held_out").size > 0
+        if config.eval.run and not measured:
+            say("[yellow]warning:[/] nothing is held out, so the model will not be measured at the end")
         plan = lay_out(config.stages, config.tokens)
+        if plan.tokens != config.tokens:
+            say(f"tokens: {config.tokens:,} asked for, {plan.tokens:,} in whole steps")
         if config.data.source == RECALL:
             batches = recall_batches(config, plan, shards)
         else:
@@ -91,7 +97,7 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
             for line in (line for rows in plans for line in rows.report().warnings):
                 say(f"[yellow]warning:[/] {line}")
             batches = stored_batches(plans)
-        model = build_model(config, choose_device(config))
+        model = build_model(config, device)
         trainer = Trainer(
             *(model, plan, batches, config.optimizer),
             balancer=QuantileBalancing(config.model_config().top_k),
@@ -105,10 +111,18 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
         if config.resume:
             resumed = trainer.resume()
             folder.event("resume", checkpoint=resumed.name if resumed else None, step=trainer.step, **settings)
-            say(f"resumed at step {trainer.step} of {plan.steps}")
+            left = "" if trainer.step < plan.steps else ": nothing left to train"
+            say(f"resumed at step {trainer.step} of {plan.steps}{left}")
+            restore_tokenizer(path, shards)
         else:
-            folder.write_json("run.json", _record(config, plan, shards, settings))
+            # The record comes last: a folder with one is a run that can be resumed.
             shards.tokenizer.save(path / "tokenizer.json")
+            folder.write_json("run.json", _record(config, plan, shards, settings))
+        warning = machine.busy_warning() if trainer.step < plan.steps else None
+        if warning and console is not None:
+            say(f"[yellow]warning:[/] {warning}")
+        elif warning:
+            logger.warning(warning)
         began = time.perf_counter()
         try:
             last = trainer.run()
@@ -116,16 +130,16 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
             raise Interrupted(f"{error}; go on with: {resume_command(config, path.name)}") from None
         seconds = time.perf_counter() - began
         evaluation, sample = None, None
-        if config.eval.run:
+        if measured:
             say("evaluating on held-out documents and tasks")
             stages = [stage.length for stage in config.stages]
             evaluation = evaluate(
                 model, shards, config.eval, threads=settings["threads"], stages=stages, console=console
             )
             store_evaluation(path, trainer.step, evaluation)
-            if config.eval.sample_tokens:
-                sample = write(model, shards.tokenizer, config.eval.prompt, config.eval.sample_tokens, config.seed)
-                folder.write_text("sample.txt", sample + "\n")
+        if config.eval.run and config.eval.sample_tokens:
+            sample = write(model, shards.tokenizer, config.eval.prompt, config.eval.sample_tokens, config.seed)
+            folder.write_text("sample.txt", sample + "\n")
         folder.event("done", step=trainer.step, seconds=round(seconds, 1))
         return RunSummary(
             folder=path,
@@ -149,7 +163,7 @@ def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
             )
         return
     if not folder.has_run:
-        raise RunError(f"{folder.path}: holds no run to resume")
+        raise no_run(folder.path, folder.path.parent)
     difference = first_difference(config, stored_config(folder.path))
     if difference is not None:
         raise RunError(f"{folder.path}: cannot resume with another plan: {difference}; start a new run for it")
@@ -158,12 +172,36 @@ def _check_folder(config: TrainConfig, folder: RunFolder) -> None:
 def open_data(config: TrainConfig, folder: Path) -> Shards:
     """The data of a run in ``folder``, made there when it is not.
 
+    A run that is resumed takes what is there: its sources may be elsewhere by now, or named from another folder.
+
     Raises:
         DataError: no data, or other data in the folder.
     """
     if config.data.source == RECALL:
         return open_recall(folder)
+    if config.resume and (folder / "manifest.json").exists():
+        return _own_data(folder)
     return prepare(folder, sources_of(config.data), config.model_config().vocab_size, config.data.held_out_one_in)
+
+
+def _own_data(folder: Path) -> Shards:
+    """The shards beside a run's record, which names them by their hash."""
+    shards = Shards.open(folder)
+    wanted = read_json(folder.parent / "run.json").get("data", {}).get("hash")
+    if wanted is not None and shards.hash != wanted:
+        raise DataError(f"shards {folder}: not the data that this run began with (its hash was {wanted[:16]})")
+    return shards
+
+
+def restore_tokenizer(path: Path, shards: Shards) -> None:
+    """Put a run's ``tokenizer.json`` back from its data where it is missing.
+
+    Raises:
+        DataError: it is there, but not the run's.
+    """
+    if not (path / "tokenizer.json").exists():
+        write_atomically(path / "tokenizer.json", (Path(shards.folder) / "tokenizer.json").read_bytes())
+    stored_tokenizer(path, read_json(path / "run.json"))
 
 
 def build_model(config: TrainConfig, device: torch.device) -> Model:
@@ -321,6 +359,8 @@ def _record(config: TrainConfig, plan: Plan, shards: Shards, settings: dict[str,
         **settings,
         "data": {
             "hash": shards.hash,
+            "tokenizer": shards.tokenizer.sha256,
+            "held_out": int(shards.select("held_out").size),
             "sources": list(shards.sources),
             "licences": list(shards.licences),
         },

@@ -40,7 +40,8 @@ class ShowProgress(Callback):
     def on_stage(self, trainer: Trainer, span: StageSpan) -> None:
         """One line at a transition: what is, after what was."""
         if span.index > 0 and trainer.step == span.first_step:
-            self.console.print(transition_line(trainer.plan.spans[span.index - 1], span), highlight=False)
+            line = transition_line(trainer.plan.spans[span.index - 1], span)
+            self.console.print(line, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def on_rollback(self, trainer: Trainer) -> None:
         """Say so, and set the bar back."""
@@ -57,7 +58,8 @@ class ShowProgress(Callback):
             self._bar.update(self._task, completed=record.step, line=line)
         elif time.monotonic() - self._last_line >= _LINE_EVERY or record.step == trainer.plan.steps:
             self._last_line = time.monotonic()
-            self.console.print(f"step {record.step}/{trainer.plan.steps}  {line}", highlight=False)
+            # Whoever reads a log wants a line a step, however long.
+            self.console.print(f"step {record.step}/{trainer.plan.steps}  {line}", highlight=False, soft_wrap=True)
 
     def on_end(self, trainer: Trainer) -> None:
         """Leave the bar as it stands."""

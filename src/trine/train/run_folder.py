@@ -6,9 +6,11 @@ everything else is written whole. One process at a time: a lock that the operati
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,8 @@ _LOCK = "lock"
 class RunFolder:
     """A run's folder, held exclusively until `close` (or the end of a ``with``).
 
+    A folder made here in which no run has begun when an error ends the ``with`` is removed again.
+
     Args:
         path: the folder; made when absent.
 
@@ -35,6 +39,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._made = [one for one in (self.path, *self.path.parents) if not one.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock: IO[str] | None = open(self.path / _LOCK, "a+", encoding="utf-8")  # noqa: SIM115
@@ -54,7 +59,12 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None and self._made and not self.has_run:
+            shutil.rmtree(self.path, ignore_errors=True)
+            for parent in self._made[1:]:
+                with contextlib.suppress(OSError):  # somebody else's run is in there by now
+                    parent.rmdir()
         self.close()
 
     def close(self) -> None:
@@ -137,7 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunError(f"{path}: does not exist") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path}: damaged ({error})") from error
     version = value.get("format_version") if isinstance(value, dict) else None
     if not isinstance(version, int):

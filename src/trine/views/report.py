@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,8 @@ from typing import Any
 from trine.config import from_dict
 from trine.data._files import write_atomically
 from trine.model import info
+from trine.train.errors import no_run
+from trine.train.stored import program
 from trine.views import figures
 from trine.views.report_eval import evaluation_figures, evaluation_sections
 from trine.views.tables import (
@@ -45,7 +45,8 @@ def write_report(run: str | Path) -> Path:
         Path of the report.
 
     Raises:
-        ValueError: there is no run in the folder, or it has recorded no step; a file cannot be read or written.
+        RunError: there is no run in the folder.
+        ValueError: it has recorded no step; a file cannot be read or written.
     """
     folder = Path(run)
     record = _read_run(folder)
@@ -61,7 +62,7 @@ def write_report(run: str | Path) -> Path:
         f"# {folder.name}",
         summary_line(record, metrics, facts),
         _picture("The run at a glance", plots["overview"]),
-        _result(evaluation),
+        _result(record, metrics, evaluation),
         *evaluation_sections(evaluation or {}, events, plots),
         _writing(sample.read_text(encoding="utf-8") if sample.exists() else None),
         _balance(metrics, record["model"], plots["load"]),
@@ -95,19 +96,25 @@ def summary_line(record: Record, metrics: Sequence[Record], facts: Record) -> st
     hardware = record["hardware"]
     where = hardware["gpus"][0]["name"] if hardware.get("gpus") else hardware["cpu"]
     done, planned = metrics[-1]["step"], record["planned_steps"]
+    threads = record["threads"]
     return (
-        f"Preset `{record['config']['preset']}`: {figures.short_count(facts['total'])} parameters, "
-        f"{figures.short_count(facts['active'])} used by a token. {done} of {planned} steps, "
+        f"Preset `{record['config']['preset']}`: {parameters(facts['total'])} parameters with a vocabulary of "
+        f"{record['model']['vocab_size']:,}, {parameters(facts['active'])} used by a token. {done} of {planned} steps, "
         f"{figures.short_count(metrics[-1]['tokens'])} tokens, {duration(sum(_seconds(metrics)))} of training "
-        f"on {where}, {record['threads']} threads."
+        f"on {where}, {threads} thread{'' if threads == 1 else 's'}."
     )
+
+
+def parameters(count: float) -> str:
+    """A number of parameters as the README's table of presets has it: 501408 as "0.50 M"."""
+    return f"{count / 1e6:.2f} M" if count < 1e6 else figures.short_count(count)
 
 
 def next_commands(run: str | Path) -> list[tuple[str, str]]:
     """Three commands to try after a run, each with what it shows.
 
     Raises:
-        ValueError: there is no run in the folder.
+        RunError: there is no run in the folder.
     """
     folder = Path(run)
     preset, trine = _read_run(folder)["config"]["preset"], program()
@@ -127,15 +134,6 @@ def next_commands(run: str | Path) -> list[tuple[str, str]]:
     ]
 
 
-def program() -> str:
-    """How the command line is called from here: by its name where the shell finds it, else by its path."""
-    beside = Path(sys.executable).with_name("trine")
-    if shutil.which("trine") or not beside.exists():
-        return "trine"
-    here = Path.cwd()
-    return str(beside.relative_to(here)) if beside.is_relative_to(here) else str(beside)
-
-
 def duration(seconds: float) -> str:
     """Seconds as a person says them: 754 as "12 min 34 s"."""
     minutes, rest = divmod(round(seconds), 60)
@@ -150,7 +148,8 @@ def _draw(
 ) -> dict[str, str]:
     """All plots of the report; returns their paths relative to it."""
     experts, top_k = record["model"]["experts"], record["model"]["top_k"]
-    title = f"{folder.name}: {figures.short_count(facts['total'])} parameters, {duration(sum(_seconds(metrics)))}"
+    size_of = f"{parameters(facts['total'])} parameters (vocabulary {record['model']['vocab_size']:,})"
+    title = f"{folder.name}: {size_of}, {duration(sum(_seconds(metrics)))}"
     drawn = {
         "overview": figures.overview(metrics, evaluation, experts, top_k, title),
         "load": figures.expert_load(metrics, experts, top_k),
@@ -164,18 +163,30 @@ def _draw(
     return {name: f"plots/{name}.png" for name in drawn}
 
 
-def _result(evaluation: Record | None) -> str:
+def _result(record: Record, metrics: Sequence[Record], evaluation: Record | None) -> str:
     if evaluation is None:
-        return "## Held-out text\n\nNot evaluated: the run has not reached its end."
+        reason = "the run has not reached its end"
+        if record["data"].get("held_out") == 0:
+            reason = "no document is held out (`data.held_out_one_in`)"
+        elif metrics[-1]["step"] >= record["planned_steps"]:
+            reason = "`trine eval` does it"
+        return f"## Held-out text\n\nNot evaluated: {reason}."
     if not evaluation.get("baselines"):
         return ""
+    notes = [
+        evaluation_note(evaluation),
+        "The n-grams are Witten-Bell interpolated byte models fitted on the training files; compressors see the "
+        "held-out files joined.",
+    ]
+    if evaluation["baselines"].get("xz_primed") is not None:
+        notes.append("The last row can look up every line it has read, which is a different skill from predicting.")
+    if record["config"]["preset"] == "smoke":
+        notes.append(
+            f"A model this small is not expected to beat gzip after {record['planned_steps']} steps: this run shows "
+            "that every part works."
+        )
     table = markdown(EVALUATION_HEADINGS, evaluation_rows(evaluation))
-    note = evaluation_note(evaluation)
-    return (
-        f"## Held-out text\n\n{table}\n\n{note} The n-grams are Witten-Bell interpolated byte models fitted on the "
-        "training files; compressors see the held-out files joined. The last row can look up every line it has read, "
-        "which is a different skill from predicting."
-    )
+    return f"## Held-out text\n\n{table}\n\n{' '.join(notes)}"
 
 
 def _writing(sample: str | None) -> str:
@@ -274,7 +285,7 @@ def _seconds(metrics: Sequence[Record]) -> list[float]:
 def _read_run(folder: Path) -> dict[str, Any]:
     record = _read_json(folder / "run.json")
     if record is None:
-        raise ValueError(f"{folder}: holds no run")
+        raise no_run(folder, folder.parent)
     return record
 
 

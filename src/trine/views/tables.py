@@ -119,9 +119,14 @@ def evaluation_note(evaluation: Mapping[str, Any]) -> str:
     return note + ("." if everything is None else f"; with them the model reaches {everything:.3f}.")
 
 
-def model_table(name: str, facts: Mapping[str, Any]) -> Table:
-    """What `trine info` shows."""
-    return terminal((name, *MODEL_HEADINGS[1:]), model_rows(facts), memory_line(facts))
+def model_table(name: str, facts: Mapping[str, Any], planned: tuple[int, int] | None = None) -> Table:
+    """What `trine info` shows; ``planned`` is (vocabulary, parameters) of the training plan, where it has others."""
+    note = memory_line(facts)
+    if "vocabulary" in facts:
+        note = f"The vocabulary has {facts['vocabulary']:,} ids. {note}"
+    if planned is not None:
+        note += f" The training plan {name} learns {planned[0]:,} ids, which makes {planned[1]:,} parameters."
+    return terminal((name, *MODEL_HEADINGS[1:]), model_rows(facts), note)
 
 
 def escape(text: str) -> str:
