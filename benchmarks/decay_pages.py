@@ -17,6 +17,7 @@ from typing import Any
 import _common
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARES = ("recovered_share", "recovered_share_of_fit")
 SHOWN = -5.0  # the bound whose verdicts the page lists
 
 CALIBRATE = """# trine calibrate
@@ -143,8 +144,10 @@ are nats a token on {held_out} held-out tokens, by `benchmarks/migrate_laptop.py
 the old numbers in the new formula.
 
 {losses}
-*Recovered*: share of the gap between swapped and teacher, and in brackets of the gap that the fit had left. Two
-controls had the same tokens and rates: the teacher trained on as it is, and the swapped model without a fit.
+*Share*: how much of the gap between swapped and teacher is gone after the fit and recovery, and how much of the gap
+that the fit had left is gone after recovery; a gap below 0.005 nats is none. A part of the recovery that does not
+lower the loss on the text that was fitted on is undone. Two controls had the same tokens and rates: the teacher
+trained on as it is, and the swapped model without a fit.
 
 {said}
 Drift by layer:
@@ -224,13 +227,13 @@ def migrate_page() -> None:
 
     files = sorted((ROOT / "benchmarks" / "results").glob("migrate_laptop-*.json"))
     records: list[dict[str, Any]] = json.loads(files[-1].read_text())
-    headings = ("gates", "g_min", "verdict", "teacher", "swapped", "fitted", "recovered", "share", "teacher trained on",
+    headings = ("gates", "g_min", "verdict", "teacher", "swapped", "fitted", "recovered", "share, of the fit's", "teacher trained on",
                 "swapped, trained on")  # fmt: skip
     names = ("teacher", "swapped", "fitted", "recovered")
     rows = [
         (
             *(r["gates"], f"{r['g_min']:g}", r["verdict"], *(f"{r['loss_' + name]:.4f}" for name in names)),
-            f"{r['recovered_share']:.1%} ({r['recovered_share_of_fit']:.0%})",
+            ", ".join("no gap" if r[one] is None else f"{r[one]:.0%}" for one in SHARES),
             *(f"{r['loss_control_' + name]:.4f}" for name in ("teacher", "swapped")),
         )
         for r in records

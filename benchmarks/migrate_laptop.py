@@ -23,8 +23,9 @@ import _common
 import torch
 
 SHARE = 0.02  # of the training tokens, for recovery
-HELD_OUT = 16_384  # tokens that losses are measured on
+HELD_OUT = 32_768  # tokens of held-out text: half to fit on, half that losses are measured on
 LENGTH = 512
+NOISE = 0.005  # nats: a gap below it is none, and no share of it can be recovered
 
 
 @dataclass(frozen=True)
@@ -86,20 +87,20 @@ def controls(teacher: Path, g_min: float) -> tuple[float, float, int]:
     """Losses after the recovery's tokens of the teacher as it is and of its numbers in the new formula;
     its tokens."""
     from trine.data import Shards
-    from trine.decay.calibrate_gates import held_out_rows, mean_loss
-    from trine.decay.migrate import bounded_twin
+    from trine.decay.calibrate_gates import mean_loss
+    from trine.decay.migrate import bounded_twin, split_held_out
     from trine.decay.migrate_recover import Recovery, recover
     from trine.train.schedule import lay_out
     from trine.train.stored import load_run
 
     run = load_run(teacher)
     shards = Shards.open(run.path / "data")
-    rows = held_out_rows(shards, HELD_OUT, LENGTH)
+    fitted, judged = split_held_out(shards, HELD_OUT, LENGTH)
     seen = lay_out(run.config.stages, run.config.tokens).tokens_before(run.step)
     losses = []
     for model in (copy.deepcopy(run.model), bounded_twin(run.model, g_min)):
-        recover(model, run.config, shards, seen, Recovery(SHARE))
-        losses.append(mean_loss(model, rows))
+        recover(model, run.config, shards, seen, Recovery(SHARE), lambda model: mean_loss(model, fitted))
+        losses.append(mean_loss(model, judged))
     return losses[0], losses[1], seen
 
 
@@ -135,8 +136,8 @@ def migrate(teacher: Path, out: Path, g_min: float, recovery: float) -> Migratio
         loss_recovered=loss["recovered"],
         loss_control_teacher=kept,
         loss_control_swapped=swapped,
-        recovered_share=(loss["swapped"] - after) / gaps[0],
-        recovered_share_of_fit=(loss["fitted"] - after) / gaps[1] if recovery else None,
+        recovered_share=(loss["swapped"] - after) / gaps[0] if gaps[0] > NOISE else None,
+        recovered_share_of_fit=(loss["fitted"] - after) / gaps[1] if recovery and gaps[1] > NOISE else None,
         layers=tuple(report["layers"]),
     )
 

@@ -13,10 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from trine import cli
-from trine.decay.calibrate_gates import held_out_rows, mean_loss
-from trine.decay.migrate import softplus_to_bounded
+from trine.data import Shards
+from trine.decay.calibrate_gates import mean_loss
+from trine.decay.migrate import softplus_to_bounded, split_held_out
 from trine.decay.migrate_fit import fit_bounded, softplus_decay
-from trine.decay.migrate_recover import Recovery
+from trine.decay.migrate_recover import Recovery, recover
 from trine.ops.kda import bounded_gate
 from trine.ops.kda.gate import log_decay
 from trine.train.config import DataConfig, EvalConfig, Stage, TrainConfig
@@ -272,9 +273,7 @@ def test_a_run_is_migrated_and_is_a_run_again(softplus_run: Path, tmp_path: Path
     assert {n: t.shape for n, t in new.model.state_dict().items()} == {
         n: t.shape for n, t in old.model.state_dict().items()
     }
-    from trine.data import Shards
-
-    rows = held_out_rows(Shards.open(out / "data"), 2048, 128)
+    _, rows = split_held_out(Shards.open(out / "data"), 2048, 128)
     loss = report["loss"]
     assert mean_loss(old.model, rows) == pytest.approx(loss["before"], rel=1e-6)
     assert mean_loss(new.model, rows) == pytest.approx(loss["recovered"], rel=1e-6)
@@ -298,14 +297,23 @@ def test_a_bound_that_gates_go_beyond_is_not_safe(softplus_run: Path, tmp_path: 
     assert report["layers"][0]["beyond"] > 0.1
 
 
-def test_gates_alone_are_trained_first(softplus_run: Path, tmp_path: Path) -> None:
-    out = tmp_path / "gates"
-    softplus_to_bounded(softplus_run, tmp_path / "fit", tokens=1024, length=128)
-    softplus_to_bounded(softplus_run, out, tokens=1024, length=128, recovery=Recovery(0.1, gates_first=1.0))
-    (fitted,), (trained,) = ((folder / "checkpoints").iterdir() for folder in (tmp_path / "fit", out))
-    a, b = load_file(fitted / "model.safetensors"), load_file(trained / "model.safetensors")
-    changed = {name.rpartition("attention.")[2] for name in a if not torch.equal(a[name], b[name])}
-    assert changed == {"A_log", "dt_bias", "decay_down.weight", "decay_up.weight"}
+def test_gates_alone_are_trained_first_and_what_does_not_help_is_undone(softplus_run: Path) -> None:
+    run = load_run(softplus_run)
+    shards = Shards.open(softplus_run / "data")
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+    def changed() -> set[str]:
+        return {name for name, tensor in run.model.state_dict().items() if not torch.equal(tensor, before[name])}
+
+    losses = iter((3.0, 3.0, 3.1))  # before, after the gates (no better), after everything (worse)
+    parts = recover(run.model, run.config, shards, 40 * 512, Recovery(0.1), lambda _: next(losses))
+    assert [(part["part"], part["steps"], part["kept"]) for part in parts] == [("gates", 2, False), ("all", 2, False)]
+    assert changed() == set()
+    losses = iter((3.0, 2.9))
+    (part,) = recover(run.model, run.config, shards, 40 * 512, Recovery(0.05, 1.0), lambda _: next(losses))
+    assert (part["before"], part["after"], part["kept"], part["tokens"]) == (3.0, 2.9, True, 1024)
+    gate = "layers.0.attention."
+    assert changed() == {gate + name for name in ("A_log", "dt_bias", "decay_down.weight", "decay_up.weight")}
 
 
 def test_the_command_line(softplus_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from trine.config import MAX_TILE_LOG_RANGE, to_dict
 from trine.data import Shards
 from trine.decay.calibrate_gates import (
     GateFile,
+    Rows,
     file_kind,
     held_out_rows,
     layer_inputs,
@@ -71,8 +72,8 @@ def softplus_to_bounded(
             `trine.decay.migrate_layout` knows.
         out: the new run's folder, or the new file; must not exist.
         g_min: lower bound of the new gates.
-        tokens: of held-out text that goes through the model; half of it is fitted on, half judges. With sampled inputs
-            an eighth of it.
+        tokens: of held-out text that goes through the model; half of it is fitted on, and decides whether
+            recovery helps; all that is reported is of the other half. With sampled inputs an eighth of it.
         length: longest sequence of these.
         inputs: for a file: safetensors with what each gate's layer is given, ``[T, D]`` after its norm, under the name
             of the attention (``model.layers.3.self_attn``); without it inputs are sampled.
@@ -124,34 +125,42 @@ def _migrate_run(
     if old.config.gate_kind != "softplus":
         raise ValueError(f"{source}: its gates are {old.config.gate_kind} already (g_min {old.config.g_min:g})")
     shards = Shards.open(run.path / "data")
-    rows = held_out_rows(shards, tokens, length)
-    inputs = layer_inputs(old, rows)
-    say(f"gates of {len(inputs)} layers on {sum(row.tokens_T.numel() for row in rows)} tokens of held-out text")
+    fitted, judged = split_held_out(shards, tokens, length)
+    inputs, judge_inputs = layer_inputs(old, fitted), layer_inputs(old, judged)
+    counts = " and ".join(str(sum(row.tokens_T.numel() for row in rows)) for rows in (fitted, judged))
+    say(f"gates of {len(inputs)} layers on {counts} tokens of held-out text, to fit and to judge")
 
     new = bounded_twin(old, g_min)
-    before, swapped = mean_loss(old, rows), mean_loss(new, rows)
+    before, swapped = mean_loss(old, judged), mean_loss(new, judged)
     tensors = dict(old.state_dict())
     layers = []
     for names in find_gates(tensors, str(source)):
         if not names.prefix.startswith("layers."):
             continue
         gate = read_gate(names, tensors, str(source))
-        fit, drift = fit_and_judge(gate, inputs[names.layer], g_min)
+        fit, drift = fit_and_judge(gate, inputs[names.layer], judge_inputs[names.layer], g_min)
         _put(new.state_dict(), gate, fit)
         layers.append(drift)
-    for layer, error in output_errors(old, new, inputs, rows).items():
+    for layer, error in output_errors(old, new, judge_inputs, judged).items():
         next(one for one in layers if one["layer"] == layer)["output_error"] = error
-    loss: dict[str, float | None] = {"before": before, "swapped": swapped, "fitted": mean_loss(new, rows)}
+    loss: dict[str, float | None] = {"before": before, "swapped": swapped, "fitted": mean_loss(new, judged)}
     report = _report(source, out, "held-out text", g_min, layers, limits)
     report["loss"] = {**loss, "recovered": None}
     report["verdict"], report["reasons"] = verdict(report, limits)
     seen = lay_out(run.config.stages, run.config.tokens).tokens_before(run.step)
     report["recovery"] = {**dataclasses.asdict(recovery), "parts": []}
     if recovery.tokens:
-        report["recovery"]["parts"] = recover(new, run.config, shards, seen, recovery, say, workers)
-        report["loss"]["recovered"] = mean_loss(new, rows)
+        parts = recover(new, run.config, shards, seen, recovery, lambda model: mean_loss(model, fitted), say, workers)
+        report["recovery"]["parts"] = parts
+        report["loss"]["recovered"] = mean_loss(new, judged)
     _write_run(run, new, out, report)
     return report
+
+
+def split_held_out(shards: Shards, tokens: int, length: int) -> tuple[list[Rows], list[Rows]]:
+    """Held-out text to fit on and to judge by: other documents, as long as there is more than one row of them."""
+    rows = held_out_rows(shards, tokens, length, per_pass=max(1, min(4096, tokens // 4)))
+    return (rows[::2], rows[1::2]) if len(rows) > 1 else (rows, rows)
 
 
 def bounded_twin(old: Model, g_min: float) -> Model:
@@ -219,7 +228,8 @@ def _migrate_file(
     layers = []
     for gate in file.gates:
         x_TD = given[gate.names.prefix] if given is not None else sampled_inputs(gate, tokens)
-        fit, drift = fit_and_judge(gate, x_TD, g_min)
+        half = x_TD.shape[0] // 2
+        fit, drift = fit_and_judge(gate, x_TD[:half], x_TD[half:], g_min)
         _put(tensors, gate, fit)
         layers.append({**drift, "name": gate.names.prefix.removesuffix(".")})
     report = _report(source, out, "sampled" if given is None else str(inputs), g_min, layers, limits)
@@ -294,13 +304,15 @@ def _read_inputs(path: Path, file: GateFile) -> dict[str, Tensor]:
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def fit_and_judge(gate: GateTensors, x_TD: Tensor, g_min: float) -> tuple[Fit, dict[str, Any]]:
-    """Fit one layer's gates on the first half of its inputs and measure their drift on the second."""
-    u_THK = gate.inputs(x_TD)
-    old_THK = softplus_decay(u_THK, gate.A_log_H, gate.dt_bias_HK)
-    half = u_THK.shape[0] // 2
-    fit = fit_bounded(u_THK[:half], old_THK[:half], g_min)
-    return fit, decay_drift(gate.names.layer, old_THK[half:], fit.decay(u_THK[half:], g_min), g_min)
+def fit_and_judge(gate: GateTensors, fit_TD: Tensor, judge_TD: Tensor, g_min: float) -> tuple[Fit, dict[str, Any]]:
+    """Fit one layer's gates on some inputs and measure their drift on others."""
+
+    def old(u_THK: Tensor) -> Tensor:
+        return softplus_decay(u_THK, gate.A_log_H, gate.dt_bias_HK)
+
+    u_THK, judge_THK = gate.inputs(fit_TD), gate.inputs(judge_TD)
+    fit = fit_bounded(u_THK, old(u_THK), g_min)
+    return fit, decay_drift(gate.names.layer, old(judge_THK), fit.decay(judge_THK, g_min), g_min)
 
 
 def _put(tensors: Mapping[str, Tensor], gate: GateTensors, fit: Fit) -> None:

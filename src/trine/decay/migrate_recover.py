@@ -26,7 +26,7 @@ class Recovery:
 
     tokens: float = 0.0  # share of the tokens the model was trained on; 0 leaves it as fitted
     gates_first: float = 0.5  # share of these for the gates alone, before everything is trained
-    rate: float = 0.1  # of the run's peak learning rates, falling to 0 in each of the two parts
+    rate: float = 0.03  # of the run's peak learning rates, falling to 0 in each of the two parts
     seed: int = 1  # added to the run's own: the rows come in another order
 
     def __post_init__(self) -> None:
@@ -43,10 +43,11 @@ def recover(
     shards: Shards,
     seen: int,
     how: Recovery,
+    measure: Callable[[Model], float],
     say: Callable[[str], None] = lambda _: None,
     workers: int = 1,
 ) -> list[dict[str, Any]]:
-    """Train ``model`` in place: the parameters of the gates, then all.
+    """Train ``model`` in place: the parameters of the gates, then all; a part that does not lower the loss is undone.
 
     Args:
         model: of the run's configuration.
@@ -54,11 +55,13 @@ def recover(
         shards: the run's training data.
         seen: tokens it was trained on.
         how: how much and how fast.
+        measure: the loss that decides; of other text than the one that is trained on or reported.
         say: told a line a part.
         workers: micro-batches at the same time.
 
     Returns:
-        ``part``, ``steps``, ``tokens`` and the losses of the steps of each part that was trained.
+        Of each part that was trained: ``part``, ``steps``, ``tokens``, ``losses`` of the steps, the deciding loss
+        ``before`` and ``after`` it, and whether it was ``kept``.
 
     Raises:
         trine.train.errors.NumericStop: three steps in a row without a finite loss.
@@ -77,10 +80,12 @@ def recover(
     optimizer = dataclasses.replace(
         config.optimizer, rates=Rates(**{name: how.rate * rate for name, rate in rates.items()}), warmup=0.1, final=0.0
     )
-    done = []
+    done: list[dict[str, Any]] = []
+    best = measure(model)
     for part, (name, count) in enumerate((("gates", first), ("all", steps - first))):
         if not count:
             continue
+        saved = {key: tensor.clone() for key, tensor in model.state_dict().items()}
         plan = lay_out([stage], count * stage.step_tokens)
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(name == "all" or parameter_name.endswith(GATE_PARAMETERS))
@@ -88,8 +93,16 @@ def recover(
         trainer = Trainer(model, plan, _batches(config, plan, shards, how.seed + part), optimizer, balancer=balancer,
                           workers=workers)  # fmt: skip
         losses = [trainer.train_step().loss for _ in range(plan.steps)]
-        say(f"recovery, {name}: {plan.steps} steps, {plan.tokens} tokens, loss {losses[0]:.4f} to {losses[-1]:.4f}")
-        done.append({"part": name, "steps": plan.steps, "tokens": plan.tokens, "losses": losses})
+        after = measure(model)
+        kept = after < best
+        told = f"held-out loss {best:.4f} to {after:.4f}"
+        say(f"recovery, {name}: {plan.steps} steps, {plan.tokens} tokens, {told}{'' if kept else ', so undone'}")
+        part_done = {"part": name, "steps": plan.steps, "tokens": plan.tokens, "losses": losses}
+        done.append({**part_done, "before": best, "after": after, "kept": kept})
+        if kept:
+            best = after
+        else:
+            model.load_state_dict(saved)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     return done
