@@ -2,7 +2,7 @@
 
     python benchmarks/compile_check.py            compare the committed table with the shipped configurations
     python benchmarks/compile_check.py --same-triton   the same as if the table's Triton were the installed one
-    python benchmarks/compile_check.py --write    compile all and write the table (--jobs N processes, --only TEXT)
+    python benchmarks/compile_check.py --write    compile what changed and write the table (--jobs N, --only TEXT)
 
 A row is keyed by a hash of the kernel's source, its configuration and the Triton version. It lists registers a
 thread, bytes of stack (spills), shared memory and instructions. Exit code 1 when a hot kernel spills or the table is
@@ -36,6 +36,7 @@ from trine.ops.kda.triton_config import choose, segment_length
 from trine.ops.kda.triton_launch import Kernel, Variant
 
 TABLE = Path(__file__).resolve().parent / "results" / "compile-sm90.json"
+SHARED = 232_448  # bytes of shared memory that a program may have on Hopper
 Entry = tuple[Kernel, Variant, bool]
 
 
@@ -136,7 +137,7 @@ def backward_entries() -> dict[str, Entry]:
             )
             for kind, variant in zip(kernels, triton_backward.variants(config, form), strict=True):
                 if segment or kind not in ("segments", "join"):
-                    found[f"backward {kind} {name}"] = (kernels[kind], variant, hot and index is None)
+                    found[f"backward {kind} {name}"] = (kernels[kind], variant, hot)
             chosen = triton_backward.factor_config(heads, key, value, dtype, dtype, True)
             single = triton_prepare._single_warp() if chosen.single_warp and align == 8 else None
             make = triton_prepare.prepare_variant if single is None else triton_prepare.single_warp_variant
@@ -213,19 +214,25 @@ def differences(same_triton: bool) -> list[str]:
     found += [f"not shipped: {name}" for name in rows if name not in shipped]
     found += [f"changed: {n}" for n, h in shipped.items() if n in rows and rows[n]["fingerprint"] != h]
     found += [f"spills: {n}" for n in shipped if n in rows and rows[n]["hot"] and rows[n]["stack_bytes"]]
+    found += [f"does not fit: {n}" for n in shipped if n in rows and rows[n]["shared_bytes"] > SHARED]
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="compile everything and write the table")
+    parser.add_argument("--write", action="store_true", help="compile what changed and write the table")
     parser.add_argument("--only", default="", help="compile only names that contain this text; nothing is written")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--same-triton", action="store_true", help="compare as if the table's Triton were installed")
     options = parser.parse_args()
     if options.write or options.only:
-        names = [name for name in entries() if options.only in name]
-        rows = {}
+        names, rows = [name for name in entries() if options.only in name], {}
+        if not options.only:
+            old = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+            current = {name: fingerprint(k, v, triton.__version__) for name, (k, v, _) in entries().items()}
+            rows = {n: r for n, r in old.items() if r["fingerprint"] == current.get(n)}
+            rows = {n: r | {"hot": entries()[n][2]} for n, r in rows.items()}
+            names = [name for name in names if name not in rows]
         with ProcessPoolExecutor(options.jobs) as pool:
             for name, row in pool.map(measure, names):
                 rows[name] = row
@@ -238,7 +245,8 @@ def main() -> int:
         if options.only:
             return 0
         temporary = TABLE.with_suffix(".tmp")
-        temporary.write_text(json.dumps(rows, indent=1) + "\n")
+        ordered = {name: rows[name] for name in entries()}
+        temporary.write_text(json.dumps(ordered, indent=1) + "\n")
         os.replace(temporary, TABLE)
     problems = differences(options.same_triton)
     for problem in problems:

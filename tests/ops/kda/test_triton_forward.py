@@ -19,6 +19,7 @@ from trine.ops.kda.reference import kda_reference  # noqa: E402
 from trine.ops.kda.triton_config import anchor, choose  # noqa: E402
 from trine.ops.kda.triton_forward import forward, unsupported  # noqa: E402
 from trine.ops.kda.triton_launch import repair_interpreter  # noqa: E402
+from trine.ops.kda.triton_prepare import even_rows  # noqa: E402
 
 repair_interpreter()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
@@ -408,3 +409,11 @@ def test_the_anchor_keeps_a_tile_in_range() -> None:
         c = anchor(bound)
         assert abs(c) <= 126
         assert 32 * abs(bound) * 1.4426950408889634 - c <= 126
+
+
+def test_rows_too_far_apart_for_32_bit_offsets_are_copied() -> None:
+    near = torch.randn(1, 3, 1, 8)
+    far = torch.empty(2 * (1 << 26) + 24).as_strided((1, 3, 1, 8), (8, 1 << 26, 8, 1)).copy_(near)
+    assert even_rows(near) is near
+    found = even_rows(far)
+    assert found.is_contiguous() and torch.equal(found, near)

@@ -71,8 +71,8 @@ def pair_kernel(
     turned = tl.trans(tl.load(a_in + square))
     dp = tl.zeros([CHUNK, CHUNK], tl.float32)
     dm = tl.zeros([CHUNK, CHUNK], tl.float32)
-    read = tl.zeros([CHUNK, BV], tl.float32)
-    written = tl.zeros([CHUNK, BV], tl.float32)
+    read = tl.zeros([CHUNK], tl.float32)
+    u_v = tl.zeros([CHUNK], tl.float32)
     e = tl.arange(0, BV)
     base = (first * heads + head) * V
     row_at = (i * (heads * V))[:, None] + e[None, :]
@@ -87,15 +87,14 @@ def pair_kernel(
         output = tl.load(out + shift + row_at, mask=there, other=0.0).to(tl.float32)
         u = product(turned, tl.trans(d_new), tl.zeros([CHUNK, BV], tl.float32), DT) * scale
         tl.store(dv + shift + row_at, u, mask=there)
-        read += o_tile.to(tl.float32) * output
-        written += u * v_tile
+        read += tl.sum(o_tile.to(tl.float32) * output, 1)
+        u_v += tl.sum(u * v_tile, 1)
         dp = product(o_tile, new, dp, DT)
         dm = product(u.to(DT), new, dm, DT)
     b, _ = load_beta(beta, token * heads + head, exists, beta_max, BETA_LOGIT, FAST)
     keep = rows_out + at * (7 * CHUNK) + i
-    u_v = tl.sum(written, 1)
     tl.store(keep, tl.sum(tl.where(diagonal, dp, 0.0), 1))
-    tl.store(keep + CHUNK, tl.sum(read, 1) / (scale * scale))
+    tl.store(keep + CHUNK, read / (scale * scale))
     tl.store(keep + 2 * CHUNK, 2.0 * tl.sum(tl.where(diagonal, dm, 0.0), 1) / tl.where(exists, b, 1.0) - u_v)
     tl.store(keep + 3 * CHUNK, u_v)
     if QK_NORM:  # here and not before the loop, which such short rows of loads would hold up: 0.7 ms against 1.2

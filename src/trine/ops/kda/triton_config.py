@@ -168,7 +168,7 @@ def make_config(
         prepare=Options(num_warps=prepare_warps),
         scan=scan,
         transition=scan,
-        combine=Options(num_warps=4, num_stages=2),
+        combine=Options(num_warps=4, num_stages=2 if key_block <= 128 else 1),  # two stages of 256 channels do not fit
         segment=segment,
         combine_block=16,
     )

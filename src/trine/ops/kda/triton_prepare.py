@@ -360,8 +360,11 @@ class Factors:
 
 
 def even_rows(tensor: Tensor) -> Tensor:
-    """The tensor itself if its rows are contiguous and its address is 16-byte aligned, else a copy that is."""
-    if tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0:
+    """``[B, T, H, X]`` itself if its rows are contiguous and its address is 16-byte aligned, else a copy that is.
+
+    A copy too where a chunk of tokens spans 2^31 elements: kernels count inside a chunk in 32 bits.
+    """
+    if tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and tensor.stride(1) * CHUNK < 1 << 31:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -559,9 +562,7 @@ def prepare(problem: Problem) -> Factors:
     align, shift = problem.align, float(anchor(problem.bound))
     q, k, gate, beta = problem.q, problem.k, problem.gate, problem.beta
     half = q.dtype.itemsize == k.dtype.itemsize == gate.dtype.itemsize == 2
-    # That kernel counts inside a tile in 32 bits: rows further apart than this take the other one.
-    near = CHUNK * max(q.stride(1), k.stride(1), gate.stride(1)) < 1 << 31
-    kernel = _single_warp() if config.single_warp and align == 8 and half and near else None
+    kernel = _single_warp() if config.single_warp and align == 8 and half else None
     scratch: tuple[Tensor, ...] = (p, a)
     if kernel is not None:
         scratch = ()
