@@ -71,10 +71,37 @@ def errors() -> str:
     return f"{markdown(head, rows)}\n\n{source(records)}"
 
 
+def card() -> str:
+    """Time on a CUDA card beside the floor of bytes that must move, and the forward's errors."""
+    records = newest("kda")
+    if not records:
+        return "No records yet."
+    timed = [
+        [
+            r["case"].replace(" K128 V128 bf16", ""),
+            r["gates"] or "",
+            r["impl"],
+            f"{r['ms']:.4f}" if r["ms"] < 0.1 else f"{r['ms']:.3f}",
+            f"{r['floor_fraction']:.0%}" if r["floor_fraction"] else "",
+            f"{r['peak_bytes'] / 2**30:.2f}" if r["peak_bytes"] else "",
+        ]
+        for r in records
+        if r["ms"] is not None
+    ]
+    wrong = [
+        [r["case"].removeprefix("fwd error "), r["gates"], r["impl"], f"{r['error']:.1e}", (r["note"] or "")[6:]]
+        for r in records
+        if r["case"].startswith("fwd error")
+    ]
+    times = markdown(["case", "gates", "implementation", "ms", "of the floor", "peak GiB"], timed)
+    errors = markdown(["case", "gates", "implementation", "output", "final state"], wrong)
+    return f"{times}\n\nErrors of the forward, relative (Frobenius), against float64:\n\n{errors}\n\n{source(records)}"
+
+
 def main() -> None:
     """Replace every table."""
     text = README.read_text()
-    for name, table in (("speeds", speeds()), ("errors", errors())):
+    for name, table in (("speeds", speeds()), ("errors", errors()), ("card", card())):
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         before, rest = text.split(begin)
         text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
