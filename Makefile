@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help install dev train test test-all test-gpu lint coverage bench clean
+.PHONY: help install dev train test test-all test-gpu compile-check lint coverage bench clean
 
 PRESET ?= laptop
 ARGS ?=
@@ -42,6 +42,7 @@ help:
 	@echo 'make test       ruff, mypy and the fast tests    (ARGS="-k kda" picks some)'
 	@echo 'make test-all   also the full matrices, long fuzzing and kills'
 	@echo 'make test-gpu   the tests that need a CUDA card'
+	@echo 'make compile-check   the table of compiled GPU kernels against the shipped ones; needs no card'
 	@echo 'make coverage   the fast tests, with the lines they miss'
 	@echo 'make bench      the benchmarks, each beside its peers; records go to benchmarks/results'
 	@echo 'make clean      removes $(VENV) and caches, never runs'
@@ -60,6 +61,9 @@ test-all: lint
 
 test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+compile-check: $(DEV)
+	$(BIN)/python benchmarks/compile_check.py $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check --quiet .
