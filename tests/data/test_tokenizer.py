@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trine.data import END_OF_DOCUMENT, Corpus, DataError, Tokenizer
-from trine.data.tokenizer import _SETTLED, _settled_patterns
+from trine.data.tokenizer import _LEARNT_WORD, _SETTLED, _pieces, _settled_patterns
 
 AWKWARD = [
     "",
@@ -132,6 +133,25 @@ def test_ids_cut_in_the_middle_of_a_character_give_its_first_bytes(tokenizer: To
     ids = tokenizer.encode("漢")
     assert b"".join(tokenizer.decode_bytes([i]) for i in ids) == "漢".encode()
     assert tokenizer.decode(ids[:1]) == "\ufffd"
+
+
+@pytest.mark.parametrize("run", ["a", "漢", "=", "_", " ", " \n", "é="])
+def test_words_without_end_are_learnt_in_pieces_and_come_back(run: str) -> None:
+    text = "before " + run * (60_000 // len(run)) + " after"
+    pieces = _pieces(text)
+    assert "".join(pieces) == text
+    # A word of letters and marks by turns is many short words; one of either kind is cut.
+    assert (max(map(len, pieces)) <= 2 * _LEARNT_WORD) == (run != "é=")
+    learnt = Tokenizer.train([text, "before and after"], 262)
+    ids = learnt.encode(text)
+    assert learnt.decode(ids) == text and ids == _whole(learnt, text)
+
+
+def test_ordinary_text_is_learnt_from_whole(corpus: Corpus) -> None:
+    library = sorted(Path(os.__file__).parent.glob("*.py"))
+    texts = [path.read_text(encoding="utf-8") for path in library] + [d.text for d in corpus.documents]
+    texts += ["漢字かな、交じり文。" * 500, "=" * 120 + "\n" + " " * 120, "x" * 120 + "1" + "x" * 120, "0" * 5000]
+    assert len(library) > 50 and all(_pieces(text) == [text] for text in texts)
 
 
 def test_same_texts_give_the_same_vocabulary_in_any_order(corpus: Corpus) -> None:

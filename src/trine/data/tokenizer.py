@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import chain, groupby, islice
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,8 @@ _SETTLED = (
     *((0xA1, 0x24F), (0x391, 0x3A1), (0x3A3, 0x3CE), (0x400, 0x481), (0x2010, 0x2027), (0x2190, 0x21FF)),
     *((0x2500, 0x257F), (0x3001, 0x3003), (0x3041, 0x3096), (0x30A1, 0x30FA), (0x4E00, 0x9FA5), (0xAC00, 0xD7A3)),
 )
+_LEARNT_WORD = 128
+_is_marks = re.compile(r"(?:[^\w\s]|_)+").fullmatch
 _SPACE = r" \t\n\r\f\v"
 # A line with the blank lines and the indentation after it: a word always begins where the next one does, unless that
 # begins with another kind of space.
@@ -81,6 +83,20 @@ def _byte_of_symbol() -> dict[str, int]:
 
 _SYMBOL_BYTES = _byte_of_symbol()
 _SYMBOL_OF_BYTE = {byte: symbol for symbol, byte in _SYMBOL_BYTES.items()}
+
+
+def _pieces(text: str) -> list[str]:
+    """A text, cut inside runs of letters, spaces or marks so long that the trainer would take hours over them.
+
+    It rewrites a word for each of its pairs, so its time is the square of a word's length. Windows that lie wholly in
+    such a run end a piece; other text, all that people write, is left whole, and so is its vocabulary.
+    """
+    cuts = [0]
+    for end in range(_LEARNT_WORD, len(text), _LEARNT_WORD):
+        window = text[end - _LEARNT_WORD : end]
+        if window.isalpha() or window.isspace() or _is_marks(window):
+            cuts.append(end)
+    return [text[a:b] for a, b in pairwise([*cuts, len(text)])] if len(cuts) > 1 else [text]
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
@@ -206,7 +222,8 @@ class Tokenizer:
     ) -> Tokenizer:
         """Learn a vocabulary of exactly ``vocab_size`` ids; the same texts in any order give the same vocabulary.
 
-        Special tokens get the first ids, the 256 bytes the next.
+        Special tokens get the first ids, the 256 bytes the next. From words of over 128 characters pieces are learnt:
+        see ``_pieces``.
 
         Raises:
             DataError: a vocabulary too small for the bytes, no end token, or texts too few to fill the vocabulary.
@@ -225,7 +242,7 @@ class Tokenizer:
             initial_alphabet=sorted(_SYMBOL_BYTES),
             show_progress=False,
         )
-        inner.train_from_iterator(texts, trainer=trainer)
+        inner.train_from_iterator(chain.from_iterable(map(_pieces, texts)), trainer=trainer)
         if inner.get_vocab_size() != vocab_size:
             raise DataError(
                 f"vocab_size: the training texts fill only {inner.get_vocab_size()} ids, found {vocab_size}; "
