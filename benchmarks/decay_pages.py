@@ -227,8 +227,10 @@ def migrate_page() -> None:
 
     files = sorted((ROOT / "benchmarks" / "results").glob("migrate_laptop-*.json"))
     records: list[dict[str, Any]] = json.loads(files[-1].read_text())
-    headings = ("gates", "g_min", "verdict", "teacher", "swapped", "fitted", "recovered", "share, of the fit's", "teacher trained on",
-                "swapped, trained on")  # fmt: skip
+    headings = (
+        *("gates", "g_min", "verdict", "teacher", "swapped", "fitted", "recovered", "share, of the fit's"),
+        *("teacher trained on", "swapped, trained on"),
+    )
     names = ("teacher", "swapped", "fitted", "recovered")
     rows = [
         (

@@ -49,7 +49,7 @@ def test_learning_curve_draws_steps_baselines_and_the_held_out_result() -> None:
     raw, smooth = axes.lines[:2]
     np.testing.assert_allclose(raw.get_xdata(), 1000.0 * np.arange(1, 51))
     np.testing.assert_allclose(raw.get_ydata(), 1.5 + 4.0 / np.arange(1, 51))
-    assert smooth.get_ydata()[-1] == pytest.approx(1.5 + 4.0 / 50)
+    assert smooth.get_ydata()[-1] == pytest.approx(1.5 + 4.0 * sum(1 / n for n in (48, 49, 50)) / 3)
     levels = sorted(line.get_ydata()[0] for line in axes.lines[3:])
     assert levels == [1.41, 1.8, 1.87, 2.05, 2.65]
     assert sorted(texts(axes)) == [
@@ -88,6 +88,36 @@ def test_expert_load_shows_layers_and_the_sampling_floor() -> None:
     mean, floor = axes[0].lines
     np.testing.assert_allclose(mean.get_ydata(), 0.25)
     np.testing.assert_allclose(floor.get_ydata(), math.sqrt(2 * math.log(56) / (1000 * 2 / 56)))
+
+
+def test_smoothing_does_not_end_on_the_noise_of_the_last_step() -> None:
+    values = np.zeros(200)
+    values[-1] = 11.0
+    np.testing.assert_allclose(figures.smooth(values)[-6:], 1.0)  # a window of 11 steps, whole to the last
+    values = np.zeros(200)
+    values[0] = 11.0
+    assert figures.smooth(values)[0] == 11.0  # a steep beginning is not flattened
+    assert np.isnan(figures.smooth(np.full(3, np.nan))).all()
+
+
+def below_the_legend(axes: Any, height: float) -> float:
+    """How far below the legend's lower edge a height is drawn, in pixels."""
+    axes.get_figure(root=True).draw_without_rendering()
+    legend = axes.get_legend().get_window_extent()
+    return float(legend.y0 - axes.transData.transform((0, height))[1])
+
+
+@pytest.mark.parametrize("tallest", [0.3, 0.9, 1.9, 20.0])
+def test_no_spike_of_the_load_is_cut_or_covered(tallest: float) -> None:
+    records = [{**one, "load_percentiles": {"p5": 0.5, "p50": 1.0, "p95": 1.6}} for one in steps(120)]
+    records[110]["max_vio"] = [0.1, tallest]
+    records[110]["load_percentiles"] = {"p5": 0.2, "p50": 1.0, "p95": 2.9}
+    top, bottom = figures.expert_load(records, 56, 2).axes
+    assert below_the_legend(bottom, tallest) > 0 and below_the_legend(top, 2.9) > 0
+    corner = figures.overview(records, EVALUATION, 56, 2).axes[1]
+    assert corner.get_title(loc="left") == "MaxVio of the experts"
+    assert below_the_legend(corner, tallest) > 0
+    assert (corner.get_yscale() == "log") == (tallest == 20.0)
 
 
 def test_expert_load_draws_percentiles_where_recorded() -> None:

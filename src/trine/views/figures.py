@@ -16,7 +16,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 Record = Mapping[str, Any]
 
@@ -34,6 +34,8 @@ BASELINES = {
 }
 
 NORMAL_P95 = 1.645  # standard deviations below which 95 % of a normal distribution lie
+LEGEND_SHARE = 0.45  # of the height below it that a legend of three lines gets
+LOG_FROM = 5.0  # times the median that the tallest spike may be before a scale becomes logarithmic
 
 STYLE: Any = {
     "font.size": 9.5,
@@ -329,9 +331,17 @@ def _draw_max_vio(axes: Axes, metrics: Sequence[Record], experts: int, top_k: in
     axes.plot(steps, mean, color=BLUE, linewidth=1.3, marker=_marker(mean), label="mean of the layers")
     floor = [sampling_floor(experts, size * top_k / experts) for size in step_tokens(metrics)]
     axes.plot(steps, floor, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="sampling floor")
-    usual = float(np.nanpercentile(worst, 97)) if np.isfinite(worst).any() else 0.0
-    top = max(0.5, 1.3 * usual, 1.5 * max(floor))
-    axes.set_ylim(0, top)
+    finite = worst[np.isfinite(worst)]
+    tallest = float(finite.max()) if finite.size else 0.0
+    # The legend stands above everything that is drawn.
+    if finite.size and finite.min() > 0 and tallest > LOG_FROM * float(np.median(finite)):
+        axes.set_yscale("log")
+        lowest = min(float(np.nanmin(mean)), *floor)
+        axes.set_ylim(lowest / 1.5, tallest * (tallest / lowest) ** LEGEND_SHARE)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(0, (1 + LEGEND_SHARE) * max(0.5, tallest, *floor))
     axes.set_title("MaxVio of the experts")
     _steps_below(axes)
     axes.legend(loc="upper right", fontsize=8)
@@ -340,15 +350,16 @@ def _draw_max_vio(axes: Axes, metrics: Sequence[Record], experts: int, top_k: in
 def _draw_load_bands(axes: Axes, bands: Sequence[Record], experts: int, top_k: int) -> None:
     steps = [record["step"] for record in bands]
     rows = {key: [record["load_percentiles"][key] for record in bands] for key in ("p5", "p50", "p95")}
-    axes.fill_between(steps, rows["p5"], rows["p95"], color=SKY, alpha=0.4, linewidth=0, label="P5 to P95")
+    label = "middle 90 % of the experts"
+    axes.fill_between(steps, rows["p5"], rows["p95"], color=SKY, alpha=0.4, linewidth=0, label=label)
     axes.plot(steps, rows["p50"], color=BLUE, linewidth=1.4, label="median expert")
     axes.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label="even load")
     # Fair dice: a load is close to a normal number around the mean L with variance L (1 - 1/E).
     spread = [NORMAL_P95 * math.sqrt((1 - 1 / experts) * experts / (size * top_k)) for size in step_tokens(bands)]
-    for sign, label in ((-1, "P5 and P95 of fair dice"), (1, None)):
+    for sign, text in ((-1, "middle 90 % of fair dice"), (1, None)):
         edge = [1 + sign * one for one in spread]
-        axes.plot(steps, edge, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label=label)
-    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room for the legend
+        axes.plot(steps, edge, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label=text)
+    axes.set_ylim(0, 1.2 * max(*rows["p95"], 1 + max(spread)))  # room for the legend
     axes.set_title("Load of an expert / mean load")
     axes.legend(loc="upper right", fontsize=8, ncols=4)
 
@@ -406,13 +417,17 @@ def _steps_below(axes: Axes) -> None:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred running mean over about a twentieth of the record, narrower at both ends; NaN entries are left out."""
-    last = len(values) - 1
+    """Centred running mean over about a twentieth of the record; NaN entries are left out.
+
+    At the beginning, where curves are steep, it is narrower; at the end it looks back instead of ahead, so that the
+    last values do not jump with the noise.
+    """
     wide = max(1, len(values) // 40)
     means = np.full(len(values), np.nan)
     for i in range(len(values)):
-        half = min(wide, i, last - i)
-        window = values[i - half : i + half + 1]
+        half = min(wide, i)
+        ahead = min(half, len(values) - 1 - i)
+        window = values[max(0, i - 2 * half + ahead) : i + ahead + 1]
         if np.isfinite(window).any():
             means[i] = np.nanmean(window)
     return means
