@@ -336,8 +336,8 @@ def join_kernel(
 ):
     """Join a sequence's segments in place: b becomes the state each segment leaves, c the gradient at each one's start.
 
-    Programs: (sequence, head, BJ value rows, direction), direction slowest. A map of more than PART channels does not fit
-    into shared memory and is taken in PART by PART pieces, with the state in global memory.
+    Programs: (sequence, head, BJ value rows, direction), direction slowest. A map of more than PART channels does not
+    fit into shared memory and is taken in PART by PART pieces, with the state in global memory.
     """
     pid = tl.program_id(0)
     blocks: tl.constexpr = VP // BJ
