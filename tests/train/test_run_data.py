@@ -39,8 +39,8 @@ def test_tasks_are_a_source_of_their_own(tmp_path: Path) -> None:
         (folder / f"{number}.py").write_text(f"value_{number} = {number} + {number * 7}\n" * 20)
     sources = sources_of(DataConfig(source=str(folder), more=("tasks:24x500",)))
     assert isinstance(sources[1], Recipe)
-    shards = prepare(tmp_path / "data", sources, 300, 4)
+    shards = prepare(tmp_path / "data", sources, 262, 4)
     assert shards.sources == ("texts", "tasks-500")
     assert sum(document.source == "tasks-500" for document in shards.documents) == 24
-    again = prepare(tmp_path / "data", sources_of(DataConfig(source=str(folder), more=("tasks:24x500",))), 300, 4)
+    again = prepare(tmp_path / "data", sources_of(DataConfig(source=str(folder), more=("tasks:24x500",))), 262, 4)
     assert again.hash == shards.hash
