@@ -88,6 +88,7 @@ def test_triton_missing_is_no_fault_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
     check = doctor.check_triton()
     assert (check.status, check.value) == ("note", "not installed")
+    assert "`.venv/bin/pip install -e '.[gpu]'` in the clone" in check.advice
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "3.6.0")
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert doctor.check_triton().status == "warning"

@@ -119,7 +119,10 @@ def check_triton() -> Check:
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        advice = "not needed on a CPU; on a card it comes with torch's CUDA build or `pip install trine[gpu]`"
+        advice = (
+            "not needed on a CPU; on a card it comes with torch's CUDA build or "
+            "`.venv/bin/pip install -e '.[gpu]'` in the clone"
+        )
         return Check("triton", "not installed", "note", advice, {"version": None})
     if importlib.util.find_spec("triton") is None:
         return Check("triton", f"{version}, but not importable", "warning", "reinstall it", {"version": version})

@@ -59,5 +59,7 @@ def test_a_row_is_a_document(values: list[object], tmp_path: Path) -> None:
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"a\.parquet: needs pyarrow; pip install 'trine\[data\]'$"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet: needs pyarrow; in the clone: \.venv/bin/pip install -e '\.\[data\]'$"
+    ):
         read_parquet("a", tmp_path / "a.parquet")

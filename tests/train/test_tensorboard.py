@@ -61,5 +61,7 @@ def test_every_figure_is_in_the_log(tiny: SimpleNamespace, tmp_path: Path) -> No
 
 def test_without_the_extra_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(RunError, match=r"tensorboard: is not installed; pip install 'trine\[log\]'"):
+    with pytest.raises(
+        RunError, match=r"tensorboard: is not installed; in the clone: \.venv/bin/pip install -e '\.\[log\]'"
+    ):
         TensorBoard(tmp_path)

@@ -24,7 +24,9 @@ def read_parquet(name: str, path: Path, column: str = "text") -> Named:
         import pyarrow  # type: ignore
         import pyarrow.parquet  # type: ignore
     except ImportError as error:
-        raise DataError(f"Parquet file {path}: needs pyarrow; pip install 'trine[data]'") from error
+        raise DataError(
+            f"Parquet file {path}: needs pyarrow; in the clone: .venv/bin/pip install -e '.[data]'"
+        ) from error
     kept: list[tuple[str, bytes]] = []
     dropped: list[Dropped] = []
     number = 0

@@ -30,7 +30,8 @@ class TensorBoard(Callback):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise RunError(
-                "tensorboard: is not installed; pip install 'trine[log]', or leave --tensorboard out"
+                "tensorboard: is not installed; in the clone: .venv/bin/pip install -e '.[log]', "
+                "or leave --tensorboard out"
             ) from error
         self._make: Any = SummaryWriter
         self._folder = folder

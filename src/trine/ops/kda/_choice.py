@@ -12,6 +12,8 @@ from torch import Tensor
 from trine._log import logger
 from trine.ops._backend import BackendUnavailable
 
+_NO_TRITON = "needs the package triton (in the clone: .venv/bin/pip install -e '.[gpu]'), found none"
+
 
 @cache
 def triton_is_there() -> bool:
@@ -35,7 +37,7 @@ def why_no_card(q: Tensor) -> str | None:
         return f"needs CUDA tensors, found {q.device.type}"
     # torch.compile cannot look for packages, and has found triton already.
     if not torch.compiler.is_compiling() and not triton_is_there():
-        return "needs the package triton (pip install 'trine[gpu]'), found none"
+        return _NO_TRITON
     return None
 
 
@@ -54,7 +56,7 @@ def tune_kda(say: Callable[[str], None], write: bool) -> None:
         BackendUnavailable: no CUDA card, or no triton.
     """
     if not triton_is_there():
-        raise BackendUnavailable("tune kda: needs the package triton (pip install 'trine[gpu]'), found none")
+        raise BackendUnavailable(f"tune kda: {_NO_TRITON}")
     from trine.ops.kda.triton_tune import tune
 
     tune(say, write)
