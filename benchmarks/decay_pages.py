@@ -80,7 +80,7 @@ A larger |g_min| lets a channel forget a little faster, and asks a lower logit o
 
 `trine calibrate` judges each setting in closed form, then forms the tile's factors and products in that format at
 saturated gates (constant, switched on or off at some row, alternating) and compares the verdicts: {checked} settings,
-{wrong} disagreements, {seconds:.0f} s for the whole sweep on {threads} threads ({hardware}, {date}). A disagreement
+{wrong} disagreements, {seconds:.0f} s for the whole sweep on {threads} thread(s) ({hardware}, {date}). A disagreement
 makes the exit code 1. A larger grid (head dimensions 32 and 128, tiles from 1 to 64 rows, bounds from −1 to −40) is
 part of the tests. The emulation rounds operands to nearest; a tensor core that truncates tf32 operands has up to
 twice its error.
@@ -140,8 +140,8 @@ copied with `gate_lower_bound` set, unless OUT's folder has one.
 
 The {preset} preset with softplus gates, {tokens} training tokens; recovery with 2 % of them. *default*: gates as
 Trine starts them. *strong*: A_log drawn uniform between log 1 and log 16, as Kimi-Linear's released code does. Losses
-are nats a token on {held_out} held-out tokens, by `benchmarks/migrate_laptop.py` ({hardware}, {date}). *Swapped* is
-the old numbers in the new formula.
+are nats a token on held-out documents that nothing was fitted on, by `benchmarks/migrate_laptop.py` ({hardware},
+{date}). *Swapped* is the old numbers in the new formula.
 
 {losses}
 *Share*: how much of the gap between swapped and teacher is gone after the fit and recovery, and how much of the gap
@@ -236,7 +236,7 @@ def migrate_page() -> None:
         (
             *(r["gates"], f"{r['g_min']:g}", r["verdict"], *(f"{r['loss_' + name]:.4f}" for name in names)),
             ", ".join("no gap" if r[one] is None else f"{r[one]:.0%}" for one in SHARES),
-            *(f"{r['loss_control_' + name]:.4f}" for name in ("teacher", "swapped")),
+            *("–" if one is None else f"{one:.4f}" for one in (r["loss_control_teacher"], r["loss_control_swapped"])),
         )
         for r in records
     ]
@@ -252,7 +252,6 @@ def migrate_page() -> None:
         why=WHY_NOT_THE_SAME,
         preset=first["note"].split()[0],
         tokens=f"{first['training_tokens']:,}",
-        held_out=f"{16384:,}",
         hardware=first["hardware"],
         date=first["date"],
         losses=table(headings, rows),

@@ -101,10 +101,10 @@ def controls(teacher: Path, g_min: float) -> tuple[float, float, int]:
     for model in (copy.deepcopy(run.model), bounded_twin(run.model, g_min)):
         recover(model, run.config, shards, seen, Recovery(SHARE), lambda model: mean_loss(model, fitted))
         losses.append(mean_loss(model, judged))
-    return losses[0], losses[1], seen
+    return losses[0], losses[1]
 
 
-def migrate(teacher: Path, out: Path, g_min: float, recovery: float) -> MigrationRecord:
+def migrate(teacher: Path, out: Path, g_min: float, with_controls: bool) -> MigrationRecord:
     """One migration as a record."""
     from trine.decay.migrate import softplus_to_bounded
     from trine.decay.migrate_recover import Recovery
@@ -112,11 +112,12 @@ def migrate(teacher: Path, out: Path, g_min: float, recovery: float) -> Migratio
 
     shutil.rmtree(out, ignore_errors=True)
     report = softplus_to_bounded(
-        teacher, out, g_min=g_min, tokens=HELD_OUT, length=LENGTH, recovery=Recovery(recovery), say=print
+        teacher, out, g_min=g_min, tokens=HELD_OUT, length=LENGTH, recovery=Recovery(SHARE), say=print
     )
     loss = report["loss"]
-    kept, swapped, seen = controls(teacher, g_min) if recovery else (None, None, None)
-    after = loss["recovered"] if recovery else loss["fitted"]
+    kept, swapped = controls(teacher, g_min) if with_controls else (None, None)
+    after = loss["recovered"]
+    config = stored_config(teacher)
     gaps = [loss[name] - loss["before"] for name in ("swapped", "fitted")]
     return MigrationRecord(
         benchmark="migrate_laptop",
@@ -124,11 +125,11 @@ def migrate(teacher: Path, out: Path, g_min: float, recovery: float) -> Migratio
         gates="strong" if "strong" in teacher.name else "default",
         impl="trine",
         error=gaps[1],
-        note=f"{stored_config(teacher).preset} preset",
+        note=f"{config.preset} preset",
         verdict=report["verdict"],
         reasons=tuple(report["reasons"]),
         g_min=g_min,
-        training_tokens=seen,
+        training_tokens=config.tokens,
         recovery_tokens=sum(part["tokens"] for part in report["recovery"]["parts"]),
         loss_teacher=loss["before"],
         loss_swapped=loss["swapped"],
@@ -137,7 +138,7 @@ def migrate(teacher: Path, out: Path, g_min: float, recovery: float) -> Migratio
         loss_control_teacher=kept,
         loss_control_swapped=swapped,
         recovered_share=(loss["swapped"] - after) / gaps[0] if gaps[0] > NOISE else None,
-        recovered_share_of_fit=(loss["fitted"] - after) / gaps[1] if recovery and gaps[1] > NOISE else None,
+        recovered_share_of_fit=(loss["fitted"] - after) / gaps[1] if gaps[1] > NOISE else None,
         layers=tuple(report["layers"]),
     )
 
@@ -153,14 +154,11 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     _common.threads(options.threads)
-    records = []
     for strong in {"default": (False,), "strong": (True,), "both": (False, True)}[options.gates]:
         teacher = train_teacher(options.folder, options.preset, options.steps, strong)
-        for g_min, recovery in ((-5.0, SHARE), (-0.25, SHARE)):
-            record = migrate(teacher, options.folder / f"{teacher.name}-{-g_min:g}", g_min, recovery)
-            print(record)
-            records.append(record)
-    print(_common.write_records("migrate_laptop", records))
+        for g_min, with_controls in ((-5.0, True), (-0.25, False)):
+            record = migrate(teacher, options.folder / f"{teacher.name}-{-g_min:g}", g_min, with_controls)
+            print(_common.write_records("migrate_laptop", [record]))
 
 
 if __name__ == "__main__":

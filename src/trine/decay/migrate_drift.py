@@ -25,7 +25,7 @@ class Limits:
     """Above any of these a migration is called not safe."""
 
     decay_p99: float = 0.05  # of |exp(g_new) - exp(g_old)|, in any layer
-    memory_factor: float = 1.25  # of how much longer or shorter 95 % of a layer's channels remember
+    memory_factor: float = 1.5  # of how much longer or shorter 95 % of a layer's channels remember
     loss_change: float = 0.05  # nats a token on held-out text, before recovery
 
 
