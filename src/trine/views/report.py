@@ -182,8 +182,8 @@ def _result(record: Record, metrics: Sequence[Record], evaluation: Record | None
         notes.append("The last row can look up every line it has read, which is a different skill from predicting.")
     if record["config"]["preset"] == "smoke":
         notes.append(
-            f"A model this small is not expected to beat gzip after {record['planned_steps']} steps: this run shows "
-            "that every part works."
+            f"A model this small is not expected to beat gzip in so few steps ({record['planned_steps']}): this run "
+            "shows that every part works."
         )
     table = markdown(EVALUATION_HEADINGS, evaluation_rows(evaluation))
     return f"## Held-out text\n\n{table}\n\n{' '.join(notes)}"
