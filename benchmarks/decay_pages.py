@@ -153,7 +153,7 @@ trained on as it is, and the swapped model without a fit.
 How far this goes:
 
 - After so few tokens the model hardly uses its memory: swapping the formula costs at most 0.025 nats, and nothing
-  that can be told from noise with default gates. Where there is a gap, the fit closes it before any training;
+  that can be told from noise with default gates at -5. Where there is a gap, the fit closes it before any training;
   recovery had nothing left to win, and most of its parts were undone. A model with a large gap after the fit has not
   been tried.
 - For the same reason the bound of -0.25 costs no loss here. *Not safe* judges what happened to the gates, not this

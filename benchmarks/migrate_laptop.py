@@ -3,7 +3,7 @@
 python benchmarks/migrate_laptop.py [--preset laptop] [--steps 100] [--folder build/migrate]
 
 Two teachers: gates as they start by default, and gates that start strong (A_log uniform between log 1 and log 16, as
-the modelling code released with K3 draws it). Each is migrated with g_min = -5, and to a bound that its gates go beyond.
+the modelling code released with K3 draws it). Each is migrated with g_min = -5, and to a bound that gates go beyond.
 Recovery is 2 % of the teacher's training tokens. Beside it two controls with the same tokens and rates: the teacher
 trained on as it is, and the teacher's old numbers in the new formula, without a fit. Losses are of held-out text.
 Writes benchmarks/results/migrate_laptop-*.json.
