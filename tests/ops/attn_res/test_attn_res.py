@@ -136,6 +136,20 @@ def test_gradcheck_and_empty_rows() -> None:
     assert h.shape == (2, 0, 3) and attn_res_weights([empty], torch.ones(3), torch.ones(3)).shape == (1, 2, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_source_of_zeros_has_a_zero_key_without_an_epsilon(backend: str, dtype: torch.dtype) -> None:
+    v, query, gain = torch.randn(5, 4, dtype=dtype), torch.randn(4, dtype=dtype), torch.rand(4, dtype=dtype)
+    sources = [torch.zeros_like(v).requires_grad_(), v.requires_grad_()]
+    h = attn_res(sources, query, gain, 0.0, backend=backend)
+    score = (v / v.square().mean(-1, keepdim=True).sqrt() * gain * query).sum(-1, keepdim=True)
+    torch.testing.assert_close(h, torch.sigmoid(score) * v, rtol=1e-5, atol=1e-6)
+    weights = attn_res_weights(sources, query, gain, 0.0, backend=backend)
+    torch.testing.assert_close(weights[1], torch.sigmoid(score).squeeze(-1), rtol=1e-5, atol=1e-6)
+    h.sum().backward()
+    assert all(source.grad is not None and source.grad.isfinite().all() for source in sources)
+
+
 def test_golden_errors() -> None:
     v, query = torch.randn(5, 4), torch.randn(4)
 
@@ -150,8 +164,7 @@ def test_golden_errors() -> None:
     assert message(query, query, query) == "sources: found one tensor of shape (4,), need [S, ..., D]"
     assert message([v], query[:3], query) == "query_D: found shape (3,), need [D] = [4]"
     assert message([v], query, v) == "gain_D: found shape (5, 4), need [D] = [4]"
-    assert message([v], query, query, -1.0) == "eps: found -1.0, need a number > 0"
-    assert message([torch.zeros(5, 4)], query, query, 0.0) == "eps: found 0.0, need a number > 0"
-    assert message([v], query, query, float("nan")) == "eps: found nan, need a number > 0"
+    assert message([v], query, query, -1.0) == "eps: found -1.0, need a number >= 0"
+    assert message([v], query, query, float("nan")) == "eps: found nan, need a number >= 0"
     with pytest.raises(BackendUnavailable, match="attn_res: backend 'triton' cannot run here"):
         attn_res([v], query, query, backend="triton")

@@ -23,8 +23,8 @@ _REASONS = {
 
 def _check(
     sources: Tensor | Sequence[Tensor], query_D: Tensor, gain_D: Tensor, eps: float
-) -> tuple[list[Tensor], torch.dtype]:
-    """The sources as a list and the working dtype; refuses what does not fit together."""
+) -> tuple[list[Tensor], torch.dtype, float]:
+    """The sources as a list, the working dtype and an eps that divides; refuses what does not fit together."""
     if isinstance(sources, Tensor):
         if sources.ndim < 2:
             raise ValueError(f"sources: found one tensor of shape {tuple(sources.shape)}, need [S, ..., D]")
@@ -50,10 +50,12 @@ def _check(
             raise ValueError(f"{name}: found dtype {vector.dtype}, need a floating dtype")
         if vector.device != bank[0].device:
             raise ValueError(f"{name}: found device {vector.device}, need that of the sources, {bank[0].device}")
-    if not 0 < eps < math.inf:  # 0 has no norm for a source of zeros
-        raise ValueError(f"eps: found {eps}, need a number > 0")
-    double = any(t.dtype == torch.float64 for t in [*bank, query_D, gain_D])
-    return bank, torch.float64 if double else torch.float32
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps: found {eps}, need a number >= 0")
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in [*bank, query_D, gain_D]) else torch.float32
+    # With 0 the key of a source of zeros would be 0 / 0. The smallest number whose power -3/2, the slope of the inverse
+    # root, is finite: 5e-26 in float32, far below the mean square of anything but zeros.
+    return bank, dtype, max(eps, torch.finfo(dtype).tiny ** (2 / 3))
 
 
 def attn_res(
@@ -68,17 +70,17 @@ def attn_res(
         sources: S equal-shaped tensors [..., D], or one stacked [S, ..., D]; any floating dtype.
         query_D: the learned pseudo-query of this site.
         gain_D: the gain of this site's key norm (only ``gain * query`` matters).
-        eps: added to the mean square inside the root, > 0.
+        eps: added to the mean square inside the root; the key of a source of zeros is zero, with eps = 0 too.
         backend: ``"auto"``, ``"torch"`` or ``"reference"``.
 
     Returns:
         h_...D in the widest dtype of the sources; norms, logits and sums are float32 (float64 if an input is).
 
     Raises:
-        ValueError: no source, unequal shapes, wrong dtypes or devices, eps not > 0; the message names the argument.
+        ValueError: no source, unequal shapes, wrong dtypes or devices, a negative eps; the message names the argument.
         BackendUnavailable: an explicit backend that cannot run.
     """
-    bank, dtype = _check(sources, query_D, gain_D, eps)
+    bank, dtype, eps = _check(sources, query_D, gain_D, eps)
     shape = bank[0].shape
     out_dtype = bank[0].dtype
     for v in bank[1:]:
@@ -95,7 +97,7 @@ def attn_res_weights(
     sources: Tensor | Sequence[Tensor], query_D: Tensor, gain_D: Tensor, eps: float = 1e-5, *, backend: str = "auto"
 ) -> Tensor:
     """The weights alpha_S... that ``attn_res`` would mix with, for logging; same arguments and errors, no gradient."""
-    bank, dtype = _check(sources, query_D, gain_D, eps)
+    bank, dtype, eps = _check(sources, query_D, gain_D, eps)
     shape = bank[0].shape
     query_D, gain_D = query_D.to(dtype), gain_D.to(dtype)
     if pick("attn_res", backend, bank[0].device.type, _REASONS) == "reference":
