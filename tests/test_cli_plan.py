@@ -17,7 +17,7 @@ def test_mixtures_are_given_as_words() -> None:
     words = ["--preset", "curriculum", "--stages.0.mixture", "*=0.7@-100", "*=0.3..0.5@101-", "--mtp", "0.2"]
     config = parse_train(words)
     assert config.stages[0].mixture == (SourceShare("*", 0.7, longest=100), SourceShare("*", 0.3, 0.5, shortest=101))
-    assert config.stages[1].mixture[0].longest == 511 and len(config.stages) == 4 and config.mtp == 0.2
+    assert config.stages[1].mixture[0].longest == 1_023 and len(config.stages) == 4 and config.mtp == 0.2
 
 
 def test_a_bad_part_is_refused_in_one_line() -> None:

@@ -136,7 +136,7 @@ def test_default_mixtures_keep_a_short_share_and_grow() -> None:
     assert default_mixture(0, 128) == ()
     shares = [default_mixture(stage, 1_024) for stage in (1, 2, 3, 4)]
     assert [[part.weight for part in parts] for parts in shares] == [[0.6, 0.4], [0.5, 0.5], [0.35, 0.65], [0.35, 0.65]]
-    assert [parts[1].shortest for parts in shares] == [512, 512, 256, 256]
+    assert [parts[1].shortest for parts in shares] == [1_024, 1_024, 256, 256]
     assert all(parts[0].longest == parts[1].shortest - 1 for parts in shares)
 
 

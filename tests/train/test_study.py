@@ -67,7 +67,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StudyConfig:
     folder, draw = tmp_path / "texts", random.Random(0)
     folder.mkdir()
     for number in range(24):
-        count = 20 if number % 2 else 120
+        count = 20 if number % 2 else 300
         lines = [
             f"value_{draw.randrange(50)} = {draw.choice('abcdef') * 3} + {draw.randrange(99)}" for _ in range(count)
         ]

@@ -309,13 +309,13 @@ def default_mixture(stage: int, length: int) -> tuple[SourceShare, ...]:
     """Which documents a stage of the curriculum draws from, by their length in tokens.
 
     K3's weights are not public; these are this project's proposal: everything in the first stage (number 0), then 40,
-    50 and 65 % of the tokens from documents of at least half a row (from the fourth stage on, of a quarter), the rest
-    from shorter ones, so that what was learned of them is kept.
+    50 and 65 % of the tokens from documents that fill a row (from the fourth stage on, a quarter of one), the rest from
+    shorter ones, so that what was learned of them is kept.
     """
     if stage == 0:
         return ()
     share = (0.4, 0.5, 0.65)[min(stage, 3) - 1]
-    border = length // (2 if stage < 3 else 4)
+    border = length if stage < 3 else length // 4
     return (
         SourceShare(EVERYTHING, weight=round(1 - share, 2), longest=border - 1),
         SourceShare(EVERYTHING, weight=share, shortest=border),
