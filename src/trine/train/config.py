@@ -167,7 +167,7 @@ class EvalConfig:
     context: int = 2_048  # tokens of context a held-out document is read with
     primed: bool = True  # also measure xz that has seen the training text, the slowest yardstick
     lengths: tuple[int, ...] = ()  # tokens of the tasks that are asked; none takes the lengths of the stages
-    task_tokens: int = 262_144  # tokens that the tasks may take in all; 0 asks none
+    task_tokens: int = 65_536  # tokens that the tasks may take in all; 0 asks none
     sample_tokens: int = 200  # length of the sample the run writes at the end; 0 writes none
     prompt: str = "def "  # what the sample begins with
 
