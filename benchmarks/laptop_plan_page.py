@@ -28,8 +28,8 @@ What they say:
   Smoothing the bias (`ema`) made it worse in all three pairs that differ in nothing else, so at high rates the router
   moves more than its quantiles are uncertain; yet in runs of the plan MaxVio stays near 0.8 when the rates have fallen
   to nothing, so there it is the texts of a step that differ from those of the step before. The lowest median of all,
-  0.32, had 32 experts with 4 a token, but longer rows as well. Of three runs of the plan (660, 580 and 512 steps) the
-  first two had one expert without a token in one step, the last none.
+  0.32, had 32 experts with 4 a token, but longer rows as well. Of four runs of the plan (660, 580, 512 and 512
+  steps) the first two had one expert without a token in one step, the others none.
 """
 
 
