@@ -17,6 +17,7 @@ import torch
 
 from trine.data._errors import DataError
 from trine.data.batch import IGNORE_INDEX, Batch
+from trine.data.rows import StepPlan
 from trine.data.shards import Shards, write_shards
 from trine.data.sources import Corpus, Document
 from trine.data.tokenizer import Tokenizer
@@ -84,7 +85,7 @@ def row_batch(rows: Sequence[RecallRow], tokenizer: Tokenizer, size: int | None 
 
 
 @dataclass(frozen=True)
-class RecallRows:
+class RecallRows(StepPlan):
     """The rows of one stage of a recall run: what `PackingPlan` is for stored documents.
 
     Attributes:
@@ -114,18 +115,9 @@ class RecallRows:
             raise DataError(
                 f"micro_batch_tokens: found {self.micro_batch_tokens}, need at least row_length {self.row_length}"
             )
-        if self.tokens_per_step < self.micro_batch_tokens or self.tokens_per_step % self.micro_batch_tokens:
-            raise DataError(
-                f"tokens_per_step: found {self.tokens_per_step}, "
-                f"need a multiple of micro_batch_tokens {self.micro_batch_tokens}"
-            )
+        self._check_step()
         if not 0 <= self.seed < 1 << 12 or not 0 <= self.stage < 16:
             raise DataError(f"recall rows: found seed {self.seed}, stage {self.stage}, need 0 to 4095 and 0 to 15")
-
-    @property
-    def micro_batches_per_step(self) -> int:
-        """Micro-batches a step, over all ranks."""
-        return self.tokens_per_step // self.micro_batch_tokens
 
     def rows(self, step: int, micro_batch: int) -> list[RecallRow]:
         """The rows of a micro-batch.
@@ -161,20 +153,8 @@ class RecallRows:
             turn += 1
         return lengths
 
-    def micro_batches(self, step: int, rank: int = 0, world: int = 1) -> list[Batch]:
-        """The micro-batches of a step that fall to ``rank``; all of them, in order, for one process.
-
-        Raises:
-            DataError: a world size that does not divide the micro-batches of a step, or a step out of range.
-        """
-        if world < 1 or not 0 <= rank < world or self.micro_batches_per_step % world:
-            raise DataError(
-                f"rank {rank} of {world}: need a world size that divides {self.micro_batches_per_step} micro-batches"
-            )
-        return [
-            row_batch(self.rows(step, m), self.tokenizer, self.micro_batch_tokens)
-            for m in range(rank, self.micro_batches_per_step, world)
-        ]
+    def _micro_batch(self, step: int, number: int) -> Batch:
+        return row_batch(self.rows(step, number), self.tokenizer, self.micro_batch_tokens)
 
     def describe(self) -> dict[str, Any]:
         """What a run folder records of the stage."""

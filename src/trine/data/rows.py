@@ -68,26 +68,17 @@ class Rows:
         )
 
 
-class RowPlan:
-    """A plan that knows the pieces of each micro-batch of each step, and lays them out.
+class StepPlan:
+    """Steps of ``tokens_per_step`` positions, cut in micro-batches of ``micro_batch_tokens`` that ranks take in turn.
 
-    A step is ``tokens_per_step`` positions in micro-batches of ``micro_batch_tokens``; no piece is longer than
-    ``row_length``. Subclasses say which pieces (``pieces``).
+    Subclasses say what a micro-batch holds (``_micro_batch``).
     """
 
-    shards: Shards
-    row_length: int
     tokens_per_step: int
     micro_batch_tokens: int
 
-    def _check_sizes(self) -> None:
-        """Raises DataError for sizes that do not fit one another."""
-        if self.row_length < 2:
-            raise DataError(f"row_length: found {self.row_length}, need at least 2")
-        if self.micro_batch_tokens < self.row_length or self.micro_batch_tokens % self.row_length:
-            raise DataError(
-                f"micro_batch_tokens: found {self.micro_batch_tokens}, need a multiple of row_length {self.row_length}"
-            )
+    def _check_step(self) -> None:
+        """Raises DataError for a step that is not cut evenly."""
         if self.tokens_per_step < self.micro_batch_tokens or self.tokens_per_step % self.micro_batch_tokens:
             raise DataError(
                 f"tokens_per_step: found {self.tokens_per_step}, "
@@ -98,6 +89,42 @@ class RowPlan:
     def micro_batches_per_step(self) -> int:
         """Micro-batches a step, over all ranks."""
         return self.tokens_per_step // self.micro_batch_tokens
+
+    def micro_batches(self, step: int, rank: int = 0, world: int = 1) -> list[Batch]:
+        """The micro-batches of a step that fall to ``rank``; all of them, in order, for one process.
+
+        Raises:
+            DataError: a world size that does not divide the micro-batches of a step, or a step outside the plan.
+        """
+        if world < 1 or not 0 <= rank < world or self.micro_batches_per_step % world:
+            raise DataError(
+                f"rank {rank} of {world}: need a world size that divides {self.micro_batches_per_step} micro-batches"
+            )
+        return [self._micro_batch(step, m) for m in range(rank, self.micro_batches_per_step, world)]
+
+    def _micro_batch(self, step: int, number: int) -> Batch:
+        """One micro-batch of a step."""
+        raise TypeError(f"{type(self).__name__} does not say what its micro-batches hold")
+
+
+class RowPlan(StepPlan):
+    """A plan that knows the pieces of each micro-batch of each step, and lays them out.
+
+    No piece is longer than ``row_length``. Subclasses say which pieces (``_row_pieces``).
+    """
+
+    shards: Shards
+    row_length: int
+
+    def _check_sizes(self) -> None:
+        """Raises DataError for sizes that do not fit one another."""
+        if self.row_length < 2:
+            raise DataError(f"row_length: found {self.row_length}, need at least 2")
+        if self.micro_batch_tokens < self.row_length or self.micro_batch_tokens % self.row_length:
+            raise DataError(
+                f"micro_batch_tokens: found {self.micro_batch_tokens}, need a multiple of row_length {self.row_length}"
+            )
+        self._check_step()
 
     def pieces(self, step: int, micro_batch: int) -> list[Piece]:
         """The pieces of one micro-batch; the full ones first, so that most sequences begin at a multiple of it.
@@ -118,17 +145,8 @@ class RowPlan:
         """The pieces of rows ``begin`` to ``end - 1`` of the plan, in order."""
         raise TypeError(f"{type(self).__name__} does not say what its rows hold")
 
-    def micro_batches(self, step: int, rank: int = 0, world: int = 1) -> list[Batch]:
-        """The micro-batches of a step that fall to ``rank``; all of them, in order, for one process.
-
-        Raises:
-            DataError: a world size that does not divide the micro-batches of a step, or a step outside the plan.
-        """
-        if world < 1 or not 0 <= rank < world or self.micro_batches_per_step % world:
-            raise DataError(
-                f"rank {rank} of {world}: need a world size that divides {self.micro_batches_per_step} micro-batches"
-            )
-        return [self._batch(self.pieces(step, m)) for m in range(rank, self.micro_batches_per_step, world)]
+    def _micro_batch(self, step: int, number: int) -> Batch:
+        return self._batch(self.pieces(step, number))
 
     def _batch(self, pieces: list[Piece]) -> Batch:
         """Look the tokens of pieces up and lay them in one row, padded to ``micro_batch_tokens``."""

@@ -16,7 +16,7 @@ if DEVICE.type == "cpu":
 
 from trine.ops.kda.reference import kda_reference  # noqa: E402
 from trine.ops.kda.triton_backward import choose_backward, kda_backward  # noqa: E402
-from trine.ops.kda.triton_backward_autograd import kda_triton_autograd  # noqa: E402
+from trine.ops.kda.triton_entry import kda_triton  # noqa: E402
 from trine.ops.kda.triton_launch import repair_interpreter  # noqa: E402
 
 repair_interpreter()
@@ -269,7 +269,7 @@ def test_segments_of_keys_too_wide_for_one_map() -> None:
 def test_autograd_ties_forward_and_backward(keep: bool) -> None:
     data = draw(40)
     leaves = {name: data[name].clone().requires_grad_() for name in NAMES}
-    out, final = kda_triton_autograd(**leaves, output_final_state=True, keep_factors=keep)
+    out, final = kda_triton(**leaves, output_final_state=True, save="factors" if keep else "inputs")
     assert final is not None
     loss = (out * data["d_output"]).sum() + (final * data["d_final_state"]).sum()
     found = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
@@ -281,7 +281,7 @@ def test_autograd_ties_forward_and_backward(keep: bool) -> None:
 def test_autograd_without_a_state_and_with_a_frozen_input() -> None:
     data = draw(33, dtype=torch.bfloat16)
     leaves = {name: data[name].clone().requires_grad_(name != "k") for name in NAMES[:7]}
-    out, final = kda_triton_autograd(**leaves, keep_factors=True)
+    out, final = kda_triton(**leaves, save="factors")
     assert final is None
     out.backward(data["d_output"])
     del data["initial_state"], data["d_final_state"]

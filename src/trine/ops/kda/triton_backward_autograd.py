@@ -99,8 +99,12 @@ def backward_from(
     )  # fmt: skip
 
 
-class _TritonKDA(torch.autograd.Function):
-    """Saves the inputs and the output; with ``keep_factors`` also what the forward's first kernel made of them."""
+class TritonKDA(torch.autograd.Function):
+    """Saves the inputs and the output; with ``keep_factors`` also what the forward's first kernel made of them.
+
+    Kept factors trade memory for speed: 6 K + 128 bytes a token and head stay from forward to backward, which then does
+    not make them again; bf16 inputs then take bf16 factors in the forward too (output error 4.1e-3, not 3.3e-3).
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -119,36 +123,3 @@ class _TritonKDA(torch.autograd.Function):
             return (None,) * 10
         arguments = (*ctx.saved_tensors, d_out, d_final, ctx.factors, ctx.settings)
         return (*backward_from(*arguments), None, None)
-
-
-def kda_triton_autograd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    beta: Tensor,
-    *,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float = -5.0,
-    qk_norm: bool = True,
-    beta_is_logit: bool = True,
-    beta_max: float = 1.0,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    plan: str = "auto",
-    keep_factors: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """``(output, final_state)`` of ``trine.ops.kda.kda`` with the bounded gate, differentiable once, by GPU kernels.
-
-    Arguments are taken as checked by ``kda`` and must be ones the kernels can take (``triton_forward.unsupported``).
-    ``keep_factors`` trades memory for speed: 6 K + 128 bytes a token and head stay from forward to backward, which then
-    does not make them again; bf16 inputs then take bf16 factors in the forward too (output error 4.1e-3, not 3.3e-3).
-    """
-    settings = Settings(lower_bound, qk_norm, beta_is_logit, beta_max, scale, plan, keep_factors, output_final_state)
-    result: tuple[Tensor, Tensor | None] = _TritonKDA.apply(
-        q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens, settings
-    )
-    return result

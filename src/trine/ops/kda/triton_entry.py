@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trine.ops.kda.triton_backward_autograd import Settings, kda_triton_autograd
+from trine.ops.kda.triton_backward_autograd import Settings, TritonKDA
 from trine.ops.kda.triton_decode import kda_step_triton
 from trine.ops.kda.triton_forward import forward
 
@@ -38,28 +38,18 @@ def kda_triton(
     save: str = "inputs",
 ) -> tuple[Tensor, Tensor | None]:
     """``(output, final_state)`` of ``trine.ops.kda.kda`` with the bounded gate; arguments as checked by it."""
-    if traced(q):
-        from trine.ops.kda.triton_library import kda_registered
-
+    tensors = (q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    tracing = traced(q)
+    if tracing or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
         settings = Settings(
             lower_bound, qk_norm, beta_is_logit, beta_max, scale, plan, save == "factors", output_final_state
         )
-        return kda_registered(q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens, settings)
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or gate.requires_grad
-        or beta.requires_grad
-        or (A_log is not None and A_log.requires_grad)
-        or (dt_bias is not None and dt_bias.requires_grad)
-        or (initial_state is not None and initial_state.requires_grad)
-    ):
-        return kda_triton_autograd(
-            q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
-            beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan, keep_factors=save == "factors",
-        )  # fmt: skip
+        if tracing:
+            from trine.ops.kda.triton_library import kda_registered
+
+            return kda_registered(*tensors, settings)
+        result: tuple[Tensor, Tensor | None] = TritonKDA.apply(*tensors, settings)
+        return result
     out, final, _ = forward(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
         beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,
