@@ -114,7 +114,7 @@ def _draw_heat(axes: Axes, name: str, cells: Sequence[Record], value: str, highe
     image = axes.imshow(table, aspect="auto", cmap=_HEAT, vmin=0, vmax=highest)
     for (i, j), number in np.ndenumerate(table):
         if np.isfinite(number):
-            text = f"{number:.1f}" if value == "gap" else f"{100 * number:.0f}"
+            text = f"{round(number, 1) + 0.0:.1f}" if value == "gap" else f"{100 * number:.0f}"  # never "-0.0"
             axes.text(j, i, text, ha="center", va="center", fontsize=7,
                       color="white" if number < 0.55 * highest else "black")  # fmt: skip
     chance = max(cell["chance"] for cell in cells)
