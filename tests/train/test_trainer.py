@@ -389,8 +389,13 @@ def test_a_second_signal_is_not_held_back(make: Any) -> None:
         return true_loss(batch)
 
     trainer.model.loss = loss
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run()
+    # A shell starts what runs in its background with SIGINT ignored, and then there would be no handler to fall to.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 def test_saving_keeps_the_newest_and_metrics_have_no_step_twice(make: Any) -> None:
