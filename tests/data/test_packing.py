@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trine.data import IGNORE_INDEX, Batch, DataError, PackingPlan, Shards
-from trine.data.packing import best_fit, cut, split_mix
+from trine.data.packing import best_fit, cut, split_mix, spread_order
 
 
 def _plan(shards: Shards, **changes: object) -> PackingPlan:
@@ -249,6 +249,21 @@ print(digest.hexdigest(), Tokenizer.train(texts, 512).sha256)
 """
     done = subprocess.run([sys.executable, "-c", code, str(shards.folder)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [_digest(_plan(shards), range(50, 60)), shards.tokenizer.sha256]
+
+
+@pytest.mark.parametrize(
+    ("count", "together"), [(0, 4), (1, 4), (3, 4), (4, 4), (10, 4), (64, 1), (1000, 32), (1003, 32)]
+)
+def test_every_run_of_bins_holds_one_from_each_part_of_the_whole(count: int, together: int) -> None:
+    order = spread_order(count, together, "a seed")
+    assert sorted(order.tolist()) == list(range(count))
+    for begin in range(0, count - together + 1, together):
+        parts = sorted((order[begin : begin + together] * together // count).tolist())
+        assert parts == list(range(together)), begin
+    if count == 1000:  # and which bins meet is drawn
+        assert (order != spread_order(count, together, "another seed")).any()
+        first_part = order[order < count // together].tolist()
+        assert first_part != sorted(first_part)
 
 
 def test_seed_stage_and_epoch_change_the_order_and_nothing_else_does(shards: Shards) -> None:
