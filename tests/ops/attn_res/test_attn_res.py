@@ -25,6 +25,7 @@ def forward_backward(
     return [h, *torch.autograd.grad(h, [*sources, query, gain], dh)]
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_mix_and_gradients_match_the_definition(tokens: int, dtype: torch.dtype) -> None:
@@ -97,6 +98,7 @@ def test_keeps_references_and_two_scalars_a_source_and_token() -> None:
     assert extra <= 2 * 4 * 100 + 2 * 32
 
 
+@pytest.mark.usefixtures("tiles")
 def test_a_source_without_gradient_gets_none_and_repeated_sources_add_up() -> None:
     a, b = torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.randn(6, 8, dtype=torch.float64)
     query, gain = torch.randn(8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
@@ -105,6 +107,7 @@ def test_a_source_without_gradient_gets_none_and_repeated_sources_add_up() -> No
     assert error(got, want) <= 1e-12
 
 
+@pytest.mark.usefixtures("tiles")
 def test_strided_and_expanded_sources_are_read_and_not_written() -> None:
     base = torch.randn(8, 30, 2, dtype=torch.float64)
     sources = [base[..., 0].t(), base[..., 1].t(), torch.randn(1, 8, dtype=torch.float64).expand(30, 8)]
@@ -115,6 +118,7 @@ def test_strided_and_expanded_sources_are_read_and_not_written() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, sources, strict=True))
 
 
+@pytest.mark.usefixtures("tiles")
 def test_bfloat16_sources_have_float32_statistics() -> None:
     sources = [(torch.randn(40, 64) * (1 + i)).bfloat16().requires_grad_() for i in range(3)]
     query, gain = torch.randn(64, requires_grad=True), torch.ones(64, requires_grad=True)
@@ -126,6 +130,7 @@ def test_bfloat16_sources_have_float32_statistics() -> None:
     assert [g.dtype for g in grads] == [torch.bfloat16] * 3 + [torch.float32]
 
 
+@pytest.mark.usefixtures("tiles")
 def test_gradcheck_and_empty_rows() -> None:
     inputs = tuple(torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
     vectors = tuple(torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))

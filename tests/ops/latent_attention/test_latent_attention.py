@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trine.ops import BackendUnavailable
-from trine.ops.latent_attention import Latents, core, latent_attention
+from trine.ops.latent_attention import Latents, latent_attention, plan
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 LENGTHS = [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]
@@ -80,6 +80,7 @@ class Case:
         return [o, *torch.autograd.grad(o, wanted, self.do, allow_unused=True, materialize_grads=True)]
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_outputs_and_gradients_match_the_definition(tokens: int, dtype: torch.dtype) -> None:
@@ -92,6 +93,7 @@ def test_outputs_and_gradients_match_the_definition(tokens: int, dtype: torch.dt
             assert max(error(a, b) for a, b in zip(got, want, strict=True)) <= TOLERANCE[dtype], (form, given)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [(60, 0, 7, 16), (32, 16, 32, 32), (1, 1, 1, 1), (0, 4, 3, 5)])
 def test_widths(sizes: tuple[int, int, int, int], form: str) -> None:
@@ -105,8 +107,7 @@ def test_widths(sizes: tuple[int, int, int, int], form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_blocks_of_keys_and_split_batches(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many key blocks a tile, many pieces of a batch: the running softmax and its backward."""
-    monkeypatch.setattr(core, "KEY_BLOCK", 64)
-    monkeypatch.setattr(core, "SCRATCH", 64 * 64)
+    monkeypatch.setattr(plan, "CPU", plan.Tiling(64, 64, 64, 64 * 64))
     lengths, pasts = [200, 200, 3, 130], [0, 0, 300, 130]
     case = Case.make(sum(lengths), sum(pasts))
     want = case.run(lengths, pasts, backend="reference")
@@ -123,6 +124,7 @@ def test_forms_agree_at_the_training_shape() -> None:
     assert torch.equal(wide.run([50], form="auto")[0], wide.run([50], form="expanded")[0])
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_a_batch_are_sequences(form: str) -> None:
     case = Case.make(70, batch=2)
@@ -130,6 +132,7 @@ def test_rows_of_a_batch_are_sequences(form: str) -> None:
     assert max(error(a, b) for a, b in zip(got, case.run(None, backend="reference"), strict=True)) <= 1e-10
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("form", FORMS)
 def test_one_shot_equals_pieces_with_a_past(form: str) -> None:
     lengths = [150, 90]
@@ -193,6 +196,7 @@ def before_t(case: Case, lengths: list[int], pasts: list[int] | None, t: int, fo
     return [o[:, :t], *early], torch.cat([g[:, t:].flatten() for g in grads[:3]])
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("with_past", [False, True])
@@ -234,6 +238,7 @@ def test_causality_bit_for_bit(form: str, dtype: torch.dtype, with_past: bool) -
         assert not bool(later.any()), name
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_neighbour_document_changes_nothing(form: str) -> None:
     lengths = [100, 150, 40]
@@ -293,7 +298,7 @@ def test_memory_is_linear_in_tokens(form: str) -> None:
         with _Watch() as watch:
             o.sum().backward()
         kept.append(sum(sizes))
-        assert watch.numel <= max(core.SCRATCH, tokens * 64)
+        assert watch.numel <= max(plan.CPU.scratch, tokens * 64)
     assert kept[1] <= 2.05 * kept[0]
 
 

@@ -39,6 +39,7 @@ def run(
     return [y, last, *grads]
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_packed_outputs_windows_and_gradients_match_the_definition(tokens: int, dtype: torch.dtype) -> None:
@@ -56,6 +57,7 @@ def test_packed_outputs_windows_and_gradients_match_the_definition(tokens: int, 
             assert error(a, b) <= TOLERANCE[dtype], name
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("taps", [1, 2, 3, 4, 7])
 def test_rows_of_a_batch_are_sequences_for_every_filter_length(taps: int, activation: str | None) -> None:
@@ -115,6 +117,7 @@ def test_one_token_each_for_many_sequences_equals_the_definition() -> None:
         assert error(a, b) <= 1e-12
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_causality_bit_for_bit(dtype: torch.dtype) -> None:
     channels, taps, t = 37, 4, 700
@@ -169,6 +172,7 @@ def test_sigmoid_bits_do_not_depend_on_position() -> None:
         assert torch.equal(_sigmoid(z[start:stop].clone()), whole[start:stop])
 
 
+@pytest.mark.usefixtures("tiles")
 def test_strided_and_expanded_inputs_are_read_and_not_written() -> None:
     base = torch.randn(6, 20, 1, dtype=torch.float64)
     x = base.transpose(0, 1).unsqueeze(0)[..., 0]  # [1, 20, 6], strided
@@ -184,6 +188,7 @@ def test_strided_and_expanded_inputs_are_read_and_not_written() -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, (base, expanded, weight, window), strict=True))
 
 
+@pytest.mark.usefixtures("tiles")
 def test_no_tokens() -> None:
     window = torch.randn(2, 3, 5)
     x = torch.zeros(1, 0, 5, requires_grad=True)

@@ -18,6 +18,7 @@ def forward_backward(gate: Tensor, up: Tensor, dy: Tensor, **keywords: object) -
     return [y.detach(), *torch.autograd.grad(y, [gate, up], dy)]
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 8), (2, 0, 5), (2, 65, 129), (5, 70000)])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
@@ -95,6 +96,7 @@ def test_backward_keeps_only_gate_and_up() -> None:
     assert {t.data_ptr() for t in kept} == {gate.data_ptr(), up.data_ptr()}
 
 
+@pytest.mark.usefixtures("tiles")
 def test_strided_halves_of_one_projection_and_expanded_inputs() -> None:
     both = torch.randn(65, 2 * 33, dtype=torch.float64)
     kept = both.clone()
@@ -117,6 +119,7 @@ def test_bfloat16_is_evaluated_in_float32() -> None:
     assert situ_glu(gate, up.float()).dtype == torch.float32
 
 
+@pytest.mark.usefixtures("tiles")
 def test_one_gradient_alone() -> None:
     gate, up = torch.randn(9, requires_grad=True), torch.randn(9)
     (dgate,) = torch.autograd.grad(situ_glu(gate, up).sum(), [gate])

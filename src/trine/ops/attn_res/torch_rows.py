@@ -1,6 +1,7 @@
 """Depth mix without a stacked bank: each source is read where it lies, forward and backward.
 
-Rows are worked on in blocks small enough for the cache, so that the passes over a source after the first are cheap.
+Rows are worked on in tiles: small enough for a CPU's cache, so that the passes over a source after the first are cheap,
+large enough for few launches on a card.
 The equations of the backward pass are derived in README.md.
 """
 
@@ -13,11 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_BLOCK = 1 << 16  # elements of one source worked on at a time
-
-
-def _block_rows(width: int) -> int:
-    return max(1, _BLOCK // max(width, 1))
+from trine.ops._tiles import row_tiles
 
 
 def _dot(a_RD: Tensor, b_RD: Tensor) -> Tensor:
@@ -48,13 +45,11 @@ class _AttnRes(torch.autograd.Function):
         h_TD = torch.empty(tokens, width, dtype=dtype, device=direction_D.device)
         rstd_ST = torch.empty(len(sources), tokens, dtype=dtype, device=direction_D.device)
         logits_ST = torch.empty_like(rstd_ST)
-        step = _block_rows(width)
-        for start in range(0, tokens, step):
-            stop = min(start + step, tokens)
-            blocks = [v[start:stop].to(dtype) for v in sources]
+        for rows in row_tiles(tokens, width, direction_D.device):
+            blocks = [v[rows].to(dtype) for v in sources]
             rstd_SR, logits_SR, alpha_SR = _weights(blocks, direction_D, eps)
-            rstd_ST[:, start:stop], logits_ST[:, start:stop] = rstd_SR, logits_SR
-            h_RD = h_TD[start:stop]
+            rstd_ST[:, rows], logits_ST[:, rows] = rstd_SR, logits_SR
+            h_RD = h_TD[rows]
             torch.mul(blocks[0], alpha_SR[0].unsqueeze(-1), out=h_RD)
             for v_RD, alpha_R in zip(blocks[1:], alpha_SR[1:], strict=True):
                 h_RD.addcmul_(v_RD, alpha_R.unsqueeze(-1))
@@ -74,12 +69,10 @@ class _AttnRes(torch.autograd.Function):
             for v, n in zip(sources, need, strict=True)
         ]
         ddirection_D = torch.zeros_like(direction_D)
-        step = _block_rows(width)
-        for start in range(0, tokens, step):
-            stop = min(start + step, tokens)
-            blocks = [v[start:stop].to(dtype) for v in sources]
-            dh_RD = dh_TD[start:stop].to(dtype)
-            rstd_SR, logits_SR = rstd_ST[:, start:stop], logits_ST[:, start:stop]
+        for rows in row_tiles(tokens, width, direction_D.device):
+            blocks = [v[rows].to(dtype) for v in sources]
+            dh_RD = dh_TD[rows].to(dtype)
+            rstd_SR, logits_SR = rstd_ST[:, rows], logits_ST[:, rows]
             alpha_SR = torch.softmax(logits_SR, 0)
             dalpha_SR = torch.stack([_dot(dh_RD, v_RD) for v_RD in blocks])
             dlogits_SR = alpha_SR * (dalpha_SR - (alpha_SR * dalpha_SR).sum(0))
@@ -90,11 +83,11 @@ class _AttnRes(torch.autograd.Function):
                 grad = grads[i]
                 if grad is None:
                     continue
-                dv_RD = grad[start:stop] if grad.dtype == dtype else torch.empty_like(dh_RD)
+                dv_RD = grad[rows] if grad.dtype == dtype else torch.empty_like(dh_RD)
                 torch.mul(dh_RD, alpha_SR[i].unsqueeze(-1), out=dv_RD)
                 dv_RD.addcmul_(v_RD, own_SR[i].unsqueeze(-1)).addr_(along_SR[i], direction_D)
                 if grad.dtype != dtype:
-                    grad[start:stop] = dv_RD
+                    grad[rows] = dv_RD
         return ddirection_D * gain_D, ddirection_D * query_D, None, *grads
 
 
@@ -108,9 +101,8 @@ def attn_res_weights_torch(sources: Sequence[Tensor], query_D: Tensor, gain_D: T
     with torch.no_grad():
         direction_D = query_D * gain_D
         tokens, width = sources[0].shape
-        step = _block_rows(width)
         parts = [
-            _weights([v[start : start + step].to(query_D.dtype) for v in sources], direction_D, eps)[2]
-            for start in range(0, tokens, step)
+            _weights([v[rows].to(query_D.dtype) for v in sources], direction_D, eps)[2]
+            for rows in row_tiles(tokens, width, direction_D.device)
         ]
         return torch.cat(parts, 1) if parts else direction_D.new_zeros(len(sources), 0)

@@ -6,6 +6,7 @@ README.md here has the gradients, the rule that picks between the two, and measu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
+from trine.ops import _tiles
+
 # Work is counted in multiply-adds of one product. A call into the library costs as much as _CALL of them, copying a
 # matrix element _COPY, reading one in vain _READ, an activation (its share a product) _ACTIVATION. README.md has the
-# measurements behind the numbers.
+# measurements behind the numbers, and the estimates for a card, where calls are what is dear.
 _CALL = 100_000
 _COPY = 10
 _READ = 4
 _ACTIVATION = 64
+_CARD_COSTS = (100_000_000, 50, 25, 400)  # the same four
 _FEW_PAIRS = 16  # in inference, so many pairs get a copy of their expert's matrices each, if these are small
 _SMALL_MATRIX = 1 << 14
 _CHUNK = 1 << 14  # elements of the activation handled together, a thread: a few such buffers fit the cache
@@ -59,7 +63,7 @@ class Layout(NamedTuple):
     complete: bool
 
 
-def divide(loads: Sequence[int], inner: int, latent: int) -> list[tuple[list[int], int]]:
+def divide(loads: Sequence[int], inner: int, latent: int, card: bool = False) -> list[tuple[list[int], int]]:
     """Group experts into batched products: (ids, rows of each) with the least estimated work.
 
     Loads that are nearly even (Quantile Balancing's usual ones): one product over all experts, matrices in place.
@@ -70,15 +74,17 @@ def divide(loads: Sequence[int], inner: int, latent: int) -> list[tuple[list[int
         loads: tokens of each expert.
         inner: width F of an expert.
         latent: width L of a token.
+        card: estimate for a card instead of a CPU.
     """
-    row = inner * (latent + _ACTIVATION)
+    call, copy, read, activation = _CARD_COSTS if card else (_CALL, _COPY, _READ, _ACTIVATION)
+    row = inner * (latent + activation)
     most, used = max(loads), len(loads) - loads.count(0)
-    spare = (most * len(loads) - sum(loads)) * row + (len(loads) - used) * _READ * inner * latent
-    if used > 1 and spare <= used * _CALL:
+    spare = (most * len(loads) - sum(loads)) * row + (len(loads) - used) * read * inner * latent
+    if used > 1 and spare <= used * call:
         return [(list(range(len(loads))), most)]
     groups: list[tuple[list[int], int]] = []
     for expert in sorted((e for e, load in enumerate(loads) if load), key=lambda e: -loads[e]):
-        if groups and (groups[-1][1] - loads[expert]) * row + _COPY * inner * latent <= _CALL:
+        if groups and (groups[-1][1] - loads[expert]) * row + copy * inner * latent <= call:
             groups[-1][0].append(expert)
         else:
             groups.append(([expert], loads[expert]))
@@ -93,22 +99,28 @@ def lay_out(ids_TK: Tensor, experts: int, inner: int, latent: int) -> Layout:
         experts: number of experts E.
         inner: width F of an expert.
         latent: width L of a token.
+
+    Raises:
+        ValueError: an id outside that range.
     """
     ids_N = ids_TK.reshape(-1)
     pairs, device = ids_N.shape[0], ids_N.device
-    counts_E = torch.bincount(ids_N + 1, minlength=experts + 1)
-    nowhere, *loads = counts_E.tolist()
     sorted_N, order_N = torch.sort(ids_N, stable=True)
+    # Where each id from -2 on ends among the sorted: the only values that are read from the device, all at once.
+    wrong, *ends = torch.searchsorted(sorted_N, torch.arange(-2, experts, device=device), right=True).tolist()
+    if wrong or ends[-1] < pairs:
+        raise ValueError(f"ids_TK: found {wrong} ids below -1 and {pairs - ends[-1]} above {experts - 1}, need none")
+    nowhere, loads = ends[0], [stop - start for start, stop in pairwise(ends)]
     sorted_N, order_N = sorted_N[nowhere:], order_N[nowhere:]
     blocks, base, slots = [], [0] * experts, 0
-    for ids, rows in divide(loads, inner, latent):
+    for ids, rows in divide(loads, inner, latent, _tiles.on_card(device)):
         index: Tensor | int | None = ids[0] if len(ids) == 1 else torch.tensor(ids, device=device)
         blocks.append(Block(None if len(ids) == experts > 1 and ids[0] == 0 else index, len(ids), rows, slots))
         for place, expert in enumerate(ids):
             base[expert] = slots + place * rows
         slots += len(ids) * rows
     # slot = expert's first slot + rank of the pair within the expert
-    shift_E = torch.tensor(base, device=device) - (counts_E[1:].cumsum(0) - counts_E[1:])
+    shift_E = torch.tensor([slot - (end - nowhere) for slot, end in zip(base, ends[:-1], strict=True)], device=device)
     slot_N = torch.arange(pairs - nowhere, device=device) + shift_E[sorted_N]
     slot_pair_S = ids_N.new_full((slots,), pairs).index_copy_(0, slot_N, order_N)
     pair_slot_N = ids_N.new_full((pairs,), slots).index_copy_(0, order_N, slot_N)
@@ -175,8 +187,8 @@ def _weights_to_slots(weights_TK: Tensor, layout: Layout) -> Tensor:
 
 
 def _rows_a_chunk(values_SF: Tensor) -> int:
-    if values_SF.device.type != "cpu":
-        return max(1, len(values_SF))
+    if _tiles.on_card(values_SF.device):
+        return _tiles.tile_rows(values_SF.shape[1], values_SF.device)
     return max(1, _CHUNK * torch.get_num_threads() // max(1, values_SF.shape[1]))
 
 

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trine.ops.latent_attention.plan import TILE, Group, Plan, tiles
-
-KEY_BLOCK = 512  # key columns of one product; a multiple of TILE
-SCRATCH = 1 << 18  # elements of the score scratch aimed at; sequences or heads of a batch are split to stay near it
+from trine.ops.latent_attention.plan import Group, Plan, Tiling, tiles
 
 
 def _batch_first(x: Tensor, key_heads: int) -> Tensor:
@@ -32,9 +29,9 @@ def _rows_first(x: Tensor, size: int, key_heads: int, rows: int) -> Tensor:
     return x.view(size, key_heads, -1, rows, x.shape[-1]).permute(0, 3, 1, 2, 4)
 
 
-def _key_blocks(end: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, end, KEY_BLOCK):
-        yield start, min(start + KEY_BLOCK, end)
+def _key_blocks(end: int, tiling: Tiling) -> Iterator[tuple[int, int]]:
+    for start in range(0, end, tiling.key_block):
+        yield start, min(start + tiling.key_block, end)
 
 
 class _Mask:
@@ -43,14 +40,15 @@ class _Mask:
     Selected away, never multiplied or added away, so that nothing a later key holds can reach an earlier query.
     """
 
-    def __init__(self, group: Group, key_heads: int, like: Tensor) -> None:
-        self.group = group
+    def __init__(self, group: Group, tiling: Tiling, key_heads: int, like: Tensor) -> None:
+        self.group, self.tiling = group, tiling
+        rows = tiling.largest
         # 0 where the key is not after the query and -inf where it is; added after the later scores were set to zero.
-        self.later = torch.full((TILE, TILE), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
+        self.later = torch.full((rows, rows), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
         self.front: Tensor | None = None
         if any(group.empty_front):
             gaps = torch.tensor(group.empty_front, device=like.device).repeat_interleave(key_heads)
-            self.front = (torch.arange(TILE, device=like.device) < gaps[:, None]).unsqueeze(1)
+            self.front = (torch.arange(rows, device=like.device) < gaps[:, None]).unsqueeze(1)
 
     def scores_(self, scores: Tensor, items: slice, tile: tuple[int, int], block: tuple[int, int]) -> None:
         """Put -inf where a score [items, rows, columns] is not there."""
@@ -59,7 +57,7 @@ class _Mask:
             scores.view(-1, rows, columns).tril_(columns - rows)
             scores.view(-1, rows, columns)[..., columns - rows :].add_(self.later[:rows, :rows])
         if self.front is not None and block[0] == 0:
-            scores[..., :TILE].masked_fill_(self.front[items], -torch.inf)
+            scores[..., : self.tiling.largest].masked_fill_(self.front[items], -torch.inf)
 
     def zero_(self, p: Tensor, items: slice, tile: tuple[int, int], block: tuple[int, int]) -> None:
         """Put 0 where a probability, or the gradient of a score, is not there."""
@@ -67,7 +65,7 @@ class _Mask:
         if block[1] > self.group.front + tile[0]:
             p.view(-1, rows, columns).tril_(columns - rows)
         if self.front is not None and block[0] == 0:
-            p[..., :TILE].masked_fill_(self.front[items], 0.0)
+            p[..., : self.tiling.largest].masked_fill_(self.front[items], 0.0)
 
 
 class _Scratch:
@@ -84,8 +82,8 @@ class _Scratch:
         return self.flat[:need].view(like.shape[0], like.shape[1], columns)
 
 
-def _item_slices(items: int, rows: int, end: int) -> Iterator[slice]:
-    step = max(1, SCRATCH // (rows * min(end, KEY_BLOCK)))
+def _item_slices(items: int, rows: int, end: int, tiling: Tiling) -> Iterator[slice]:
+    step = max(1, tiling.scratch // (rows * min(end, tiling.key_block)))
     for start in range(0, items, step):
         yield slice(start, min(start + step, items))
 
@@ -100,16 +98,16 @@ class _Attention(torch.autograd.Function):
         heads, key_heads = q_FHC.shape[1], k_FGC.shape[1]
         o_FHV = q_FHC.new_empty(q_FHC.shape[0], heads, value_width)
         lse_list = []
-        scratch = _Scratch(q_FHC)
+        scratch, tiling = _Scratch(q_FHC), plan.tiling
         for group in plan.groups:
-            mask = _Mask(group, key_heads, q_FHC)
+            mask = _Mask(group, tiling, key_heads, q_FHC)
             q_gLHC, o_gLHV = _queries(q_FHC, group), _queries(o_FHV, group)
             k_nLC, v_nLV = _keys(k_FGC, v_FGV, group, value_width)
-            for tile in tiles(group.queries):
+            for tile in tiles(group.queries, tiling):
                 q_nRC = _batch_first(q_gLHC[:, tile[0] : tile[1]] * scale, key_heads)
                 o_nRV = q_nRC.new_empty(*q_nRC.shape[:2], value_width)
                 lse_nR1 = q_nRC.new_empty(*q_nRC.shape[:2], 1)
-                for items in _item_slices(q_nRC.shape[0], q_nRC.shape[1], group.front + tile[1]):
+                for items in _item_slices(q_nRC.shape[0], q_nRC.shape[1], group.front + tile[1], tiling):
                     _forward_tile(q_nRC, k_nLC, v_nLV, o_nRV, lse_nR1, items, tile, mask, scratch)
                 o_tile = o_gLHV[:, tile[0] : tile[1]].unflatten(2, (key_heads, -1))
                 o_tile.copy_(_rows_first(o_nRV, group.size, key_heads, tile[1] - tile[0]))
@@ -132,16 +130,16 @@ class _Attention(torch.autograd.Function):
             # Scores of such a query overflowed. Where its output has no gradient it gives none: no 0 * inf to others.
             dead_FH1 = (do_FHV == 0).all(-1, keepdim=True) & ~torch.isfinite(own_FH1)
             q_FHC, own_FH1 = q_FHC.masked_fill(dead_FH1, 0.0), own_FH1.masked_fill(dead_FH1, 0.0)
-        scratch = (_Scratch(q_FHC), _Scratch(q_FHC))
+        scratch, tiling = (_Scratch(q_FHC), _Scratch(q_FHC)), ctx.plan.tiling
         lse_iter = iter(lse_list)
         for group in ctx.plan.groups:
-            mask = _Mask(group, key_heads, q_FHC)
+            mask = _Mask(group, tiling, key_heads, q_FHC)
             q_gLHC, do_gLHV, own_gLH1 = (_queries(x, group) for x in (q_FHC, do_FHV, own_FH1))
             dq_gLHC = _queries(dq_FHC, group)
             k_nLC, v_nLV = _keys(k_FGC, v_FGV, group, value_width)
             dk_nLC = k_nLC.new_zeros(k_nLC.shape)
             dv_nLV = dk_nLC[..., :value_width] if v_FGV is None else v_nLV.new_zeros(v_nLV.shape)
-            for tile in tiles(group.queries):
+            for tile in tiles(group.queries, tiling):
                 part = slice(*tile)
                 q_nRC = _batch_first(q_gLHC[:, part] * scale, key_heads)
                 do_nRV, own_nR1 = _batch_first(do_gLHV[:, part], key_heads), _batch_first(own_gLH1[:, part], key_heads)
@@ -150,7 +148,7 @@ class _Attention(torch.autograd.Function):
                 if dead_FH1 is not None:
                     lse_nR1 = lse_nR1.masked_fill(_batch_first(_queries(dead_FH1, group)[:, part], key_heads), 0.0)
                 saved = (q_nRC, do_nRV, own_nR1, lse_nR1)
-                for items in _item_slices(q_nRC.shape[0], q_nRC.shape[1], group.front + tile[1]):
+                for items in _item_slices(q_nRC.shape[0], q_nRC.shape[1], group.front + tile[1], tiling):
                     _backward_tile(*saved, k_nLC, v_nLV, dq_nRC, dk_nLC, dv_nLV, items, tile, mask, scratch)
                 dq_tile = dq_gLHC[:, part].unflatten(2, (key_heads, -1))
                 torch.mul(_rows_first(dq_nRC, group.size, key_heads, tile[1] - tile[0]), scale, out=dq_tile)
@@ -196,7 +194,7 @@ def _forward_tile(
     """One query tile of some items: o and log-sum-exp, by a running softmax over blocks of keys."""
     q = q_nRC[items]
     peak, total, o = q.new_full((*q.shape[:2], 1), -torch.inf), q.new_zeros(0), q.new_zeros(0)
-    for block in _key_blocks(mask.group.front + tile[1]):
+    for block in _key_blocks(mask.group.front + tile[1], mask.tiling):
         k, v = k_nLC[items, block[0] : block[1]], v_nLV[items, block[0] : block[1]]
         p = torch.bmm(q, k.mT, out=scratch.take(q, block[1] - block[0]))
         mask.scores_(p, items, tile, block)
@@ -231,7 +229,7 @@ def _backward_tile(
     """One query tile of some items: dq whole, and its share of dk and dv (added to what earlier tiles gave)."""
     q, do, own, lse = q_nRC[items], do_nRV[items], own_nR1[items], lse_nR1[items]
     dq = dq_nRC[items]
-    for block in _key_blocks(mask.group.front + tile[1]):
+    for block in _key_blocks(mask.group.front + tile[1], mask.tiling):
         columns = slice(*block)
         k, v = k_nLC[items, columns], v_nLV[items, columns]
         width = block[1] - block[0]
@@ -243,8 +241,8 @@ def _backward_tile(
             torch.bmm(ds, k, out=dq)
         else:
             dq.add_(torch.bmm(ds, k))
-        dk_nLC[items, columns] += torch.bmm(ds.mT, q)
-        dv_nLV[items, columns] += torch.bmm(p.mT, do)
+        dk_nLC[items, columns].add_(torch.bmm(ds.mT, q))
+        dv_nLV[items, columns].add_(torch.bmm(p.mT, do))
 
 
 def attention(q_FHC: Tensor, k_FGC: Tensor, v_FGV: Tensor | None, plan: Plan, scale: float, value_width: int) -> Tensor:

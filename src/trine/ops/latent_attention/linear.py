@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trine.ops import _tiles
+
+_BLOCK, _CARD_BLOCK = 256, 2048  # rows multiplied at a time, on a CPU and on a card
+
 
 def _blocks(x_TK: Tensor, block: int) -> tuple[Tensor | None, Tensor | None]:
     """Whole blocks [n, block, K] (a view) and the rest as one block [1, block, K] filled up with zeros."""
@@ -91,8 +95,13 @@ class _HeadLinear(torch.autograd.Function):
         return dx, dweight, None
 
 
-def head_linear(x: Tensor, weight_HOK: Tensor, block: int = 256) -> Tensor:
-    """``y_THO``: ``weight[h] x[t, h]`` for x [T, H, K], ``weight[h] x[t]`` for x [T, K]; ``block`` rows at a time."""
+def head_linear(x: Tensor, weight_HOK: Tensor, block: int | None = None) -> Tensor:
+    """``y_THO``: ``weight[h] x[t, h]`` for x [T, H, K], ``weight[h] x[t]`` for x [T, K]; ``block`` rows at a time.
+
+    Without ``block`` a size by the kind of device.
+    """
+    if block is None:
+        block = _CARD_BLOCK if _tiles.on_card(x.device) else _BLOCK
     # Rows of a wider tensor are read where they lie; only their channels must be adjacent.
     x = x if x.stride(-1) == 1 else x.contiguous()
     return _HeadLinear.apply(x, weight_HOK.contiguous(), block)

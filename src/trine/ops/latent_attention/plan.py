@@ -9,19 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-TILE = 64  # query rows of a tile; also what a past is rounded up to
+from trine.ops import _tiles
 
 
-def tiles(rows: int) -> Iterator[tuple[int, int]]:
+class Tiling(NamedTuple):
+    """Sizes of tiles. They depend on the kind of device alone, so that a tile's place decides its shape.
+
+    A tile has as many query rows as all tiles before it together, but at least ``first`` and at most ``largest``: a
+    short sequence is not filled up to a large tile, a long one has few. All but ``scratch`` are powers of two.
+
+    Attributes:
+        first, largest: query rows; a past is rounded up to ``largest``, which is at least 16.
+        key_block: key columns of one product, at least ``largest``.
+        scratch: elements of the score scratch aimed at; sequences or heads of a batch are split to stay near it.
+    """
+
+    first: int
+    largest: int
+    key_block: int
+    scratch: int
+
+
+CPU = Tiling(64, 64, 512, 1 << 18)
+CARD = Tiling(64, 512, 2048, _tiles.CARD)
+
+
+def tiles(rows: int, tiling: Tiling) -> Iterator[tuple[int, int]]:
     """(first row, past-the-end row) of the query tiles that cover ``rows`` rows of a sequence."""
     start = 0
     while start < rows:
-        yield start, start + TILE
-        start += TILE
+        stop = start + min(max(start, tiling.first), tiling.largest)
+        yield start, stop
+        start = stop
 
 
 @dataclass(frozen=True)
@@ -31,9 +55,9 @@ class Group:
     Attributes:
         size: number of sequences.
         queries: padded query rows of each, a sum of tiles.
-        front: columns given to the past of each, a multiple of ``TILE``; the past ends where they end.
+        front: columns given to the past of each, a multiple of the largest tile; the past ends where they end.
         first_query, first_key: where the group starts in the padded query and key layouts.
-        empty_front: unused columns at the front of each sequence, less than ``TILE`` each.
+        empty_front: unused columns at the front of each sequence, fewer than the largest tile has rows.
     """
 
     size: int
@@ -49,21 +73,44 @@ class Group:
         return self.front + self.queries
 
 
+class Index(NamedTuple):
+    """Which row of one layout each row of another one holds.
+
+    Attributes:
+        rows: the row held, 0 where there is none.
+        empty: the rows that hold none.
+    """
+
+    rows: Tensor
+    empty: Tensor
+
+
 @dataclass(frozen=True)
 class Plan:
     """Groups, and how packed rows map to the padded layouts.
 
     Attributes:
         groups: in the order of the padded layouts.
-        query_rows, key_rows: for each padded row the packed row it holds, -1 for none; ``None``: layouts are the same.
+        tiling: sizes of their tiles.
+        query_rows, key_rows: for each padded row the packed row it holds; ``None``: layouts are the same.
         query_places, key_places: for each packed row its place in the padded layout; ``None`` likewise.
     """
 
     groups: tuple[Group, ...]
-    query_rows: Tensor | None
-    key_rows: Tensor | None
-    query_places: Tensor | None
-    key_places: Tensor | None
+    tiling: Tiling
+    query_rows: Index | None
+    key_rows: Index | None
+    query_places: Index | None
+    key_places: Index | None
+
+
+def _index(rows: Tensor | None, device: torch.device) -> Index | None:
+    """``rows`` with -1 for none, made ready on the host, where looking for them stalls no card."""
+    if rows is None:
+        return None
+    parts = rows.clamp_min(0), (rows < 0).nonzero().squeeze(1)
+    # Not blocking: the driver has taken its copy of ordinary memory by the time the call returns.
+    return Index(*(part.to(device, non_blocking=True) for part in parts))
 
 
 def _layout(starts: Tensor, counts: Tensor, places: Tensor, padded: int) -> tuple[Tensor | None, Tensor | None]:
@@ -80,11 +127,12 @@ def _layout(starts: Tensor, counts: Tensor, places: Tensor, padded: int) -> tupl
 
 def make_plan(lengths: list[int], pasts: list[int], device: torch.device) -> Plan:
     """Plan for N sequences of ``lengths[n]`` new tokens after ``pasts[n]`` earlier ones (all rows packed in order)."""
+    tiling = CARD if _tiles.on_card(device) else CPU
     shapes: dict[tuple[int, int], list[int]] = {}
     for n, (length, past) in enumerate(zip(lengths, pasts, strict=True)):
         if length:
-            padded = max(stop for _, stop in tiles(length))
-            shapes.setdefault((-(-past // TILE) * TILE, padded), []).append(n)
+            padded = max(stop for _, stop in tiles(length, tiling))
+            shapes.setdefault((-(-past // tiling.largest) * tiling.largest, padded), []).append(n)
     query_place, key_place = [0] * len(lengths), [0] * len(lengths)
     groups, first_query, first_key = [], 0, 0
     for (front, queries), members in sorted(shapes.items()):
@@ -103,8 +151,8 @@ def make_plan(lengths: list[int], pasts: list[int], device: torch.device) -> Pla
         lengths_N.cumsum(0) - lengths_N, lengths_N, torch.tensor(query_place), first_query
     )
     key_rows, key_places = _key_layout(key_starts_N, joined_N, held_N, torch.tensor(key_place), first_key)
-    moved = [None if t is None else t.to(device) for t in (query_rows, key_rows, query_places, key_places)]
-    return Plan(tuple(groups), *moved)
+    maps = (query_rows, key_rows, query_places, key_places)
+    return Plan(tuple(groups), tiling, *(_index(rows, device) for rows in maps))
 
 
 def _key_layout(
@@ -122,14 +170,9 @@ def _key_layout(
     return rows, torch.where(used, target, -1)
 
 
-def to_padded(rows: Tensor, index: Tensor | None) -> Tensor:
-    """Packed rows in the padded layout, zeros where nothing lies."""
+def moved(rows: Tensor, index: Index | None) -> Tensor:
+    """The rows that another layout holds, zeros where it holds none; ``None``: the same layout."""
     if index is None:
         return rows
-    out = rows.index_select(0, index.clamp_min(0))
-    return out.index_fill_(0, (index < 0).nonzero().squeeze(1), 0.0)
-
-
-def to_packed(padded: Tensor, places: Tensor | None) -> Tensor:
-    """The inverse; zeros for packed rows that have no place."""
-    return to_padded(padded, places)
+    out = rows.index_select(0, index.rows)
+    return out.index_fill_(0, index.empty, 0.0) if index.empty.numel() else out

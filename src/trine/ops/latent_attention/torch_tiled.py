@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from trine.ops.latent_attention.core import attention
 from trine.ops.latent_attention.linear import head_linear
-from trine.ops.latent_attention.plan import make_plan, to_packed, to_padded
+from trine.ops.latent_attention.plan import Index, make_plan, moved
 from trine.ops.latent_attention.state import PAGE, Latents, interleave
 
 
@@ -18,17 +18,17 @@ class _Place(torch.autograd.Function):
     """Rows moved by an index in which no row occurs twice, so that the gradient is a gather as well."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return to_padded(rows, index)
+    def forward(ctx: Any, rows: Tensor, index: Index, inverse: Index) -> Tensor:
+        ctx.inverse = inverse
+        return moved(rows, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None]:
-        return to_packed(drows, *ctx.saved_tensors), None, None
+        return moved(drows, ctx.inverse), None, None
 
 
-def _place(rows: Tensor, index: Tensor | None, inverse: Tensor | None) -> Tensor:
+def _place(rows: Tensor, index: Index | None, inverse: Index | None) -> Tensor:
     return rows if index is None or inverse is None else _Place.apply(rows, index, inverse)
 
 

@@ -7,15 +7,16 @@ derivation and for why SiLU is written with ``exp`` and why sums over tokens run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_BLOCK = 256  # rows summed at a time; fixed, so that appended rows never regroup a sum
-_CACHE = 1 << 16  # elements worked on at a time
+from trine.ops import _tiles
+
+# Rows summed at a time on a CPU, and at most so many on a card; fixed, so that appended rows never regroup a sum.
+_BLOCK, _CARD_BLOCK = 256, 4096
 
 
 def _sigmoid(z: Tensor) -> Tensor:
@@ -40,11 +41,14 @@ def _sum_over_rows(d_RC: Tensor, windows_RWC: Tensor) -> Tensor:
     Fixed blocks, filled up with zeros and added in order: rows with zero ``d`` that follow change no bit.
     """
     taps, channels = windows_RWC.shape[1:]
+    block = _BLOCK
+    if _tiles.on_card(d_RC.device):
+        block = min(_CARD_BLOCK, _tiles.tile_rows(taps * channels, d_RC.device))
     total_WC = d_RC.new_zeros(taps, channels)
-    for start in range(0, d_RC.shape[0], _BLOCK):
-        part = windows_RWC[start : start + _BLOCK] * d_RC[start : start + _BLOCK].unsqueeze(1)
-        if part.shape[0] < _BLOCK:
-            part = torch.cat([part, part.new_zeros(_BLOCK - part.shape[0], taps, channels)])
+    for start in range(0, d_RC.shape[0], block):
+        part = windows_RWC[start : start + block] * d_RC[start : start + block].unsqueeze(1)
+        if part.shape[0] < block:
+            part = torch.cat([part, part.new_zeros(block - part.shape[0], taps, channels)])
         total_WC += part.sum(0)
     return total_WC
 
@@ -61,13 +65,6 @@ def _take(rows_TC: Tensor, index: Tensor) -> Tensor:
     tokens = rows_TC.shape[0]
     got = rows_TC.index_select(0, index.flatten().clamp_max(tokens - 1)).view(*index.shape, -1)
     return torch.where((index < tokens).unsqueeze(-1), got, 0.0)
-
-
-def _row_blocks(tokens: int, channels: int) -> Iterator[tuple[int, int]]:
-    """Blocks of rows small enough for the cache; elementwise work, so their size touches no bit."""
-    step = max(1, _CACHE // max(channels, 1))
-    for start in range(0, tokens, step):
-        yield start, min(start + step, tokens)
 
 
 class _ShortConv(torch.autograd.Function):
@@ -89,14 +86,17 @@ class _ShortConv(torch.autograd.Function):
         # One spare row past the end takes the writes of sequences shorter than the reach.
         z_buffer = x_TC.new_empty(tokens + 1, channels)
         y_buffer = torch.empty_like(z_buffer) if activation else z_buffer
-        for start, stop in _row_blocks(tokens, channels):
-            z = z_buffer[start:stop]
-            torch.mul(x_TC[start:stop], weight_WC[-1], out=z)
+        for rows in _tiles.row_tiles(
+            tokens, channels, x_TC.device
+        ):  # elementwise, so the size of a tile touches no bit
+            start, stop = rows.start, rows.stop
+            z = z_buffer[rows]
+            torch.mul(x_TC[rows], weight_WC[-1], out=z)
             for lag in range(1, min(taps, stop)):
                 skip = max(lag - start, 0)
                 z[skip:].addcmul_(x_TC[start + skip - lag : stop - lag], weight_WC[reach - lag])
             if activation:
-                _silu(z, y_buffer[start:stop])
+                _silu(z, y_buffer[rows])
         rows_NW = ext_NEC = None
         if reach:
             rows_NW = _heads(cu_seqlens_N1, tokens, reach)
@@ -123,11 +123,11 @@ class _ShortConv(torch.autograd.Function):
         need_x, need_weight, need_window = ctx.needs_input_grad[:3]
         dz_buffer = x_TC.new_empty(tokens + 1, channels)
         dz_TC = dz_buffer[:tokens]
-        for start, stop in _row_blocks(tokens, channels):
+        for rows in _tiles.row_tiles(tokens, channels, x_TC.device):
             if z_TC is None:
-                dz_TC[start:stop] = dy_TC[start:stop]
+                dz_TC[rows] = dy_TC[rows]
             else:
-                _silu_backward(z_TC[start:stop], dy_TC[start:stop], dz_TC[start:stop])
+                _silu_backward(z_TC[rows], dy_TC[rows], dz_TC[rows])
         if not bool(torch.isfinite(x_TC.sum())):
             # A row without gradient gives none, whatever it holds: 0 * inf must not reach earlier rows or the weights.
             dz_TC.masked_fill_(dy_TC == 0, 0.0)
@@ -140,8 +140,9 @@ class _ShortConv(torch.autograd.Function):
         if need_x or need_window:
             dx_buffer = torch.empty_like(dz_buffer)
             dx = dx_buffer[:tokens]
-            for start, stop in _row_blocks(tokens, channels):
-                torch.mul(dz_TC[start:stop], weight_WC[-1], out=dx[start:stop])
+            for rows in _tiles.row_tiles(tokens, channels, x_TC.device):
+                start, stop = rows.start, rows.stop
+                torch.mul(dz_TC[rows], weight_WC[-1], out=dx[rows])
                 for lag in range(1, taps):
                     source = dz_TC[start + lag : stop + lag]
                     dx[start : start + source.shape[0]].addcmul_(source, weight_WC[reach - lag])
