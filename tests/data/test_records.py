@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from trine.data import DataError, dataset_source
+from trine.data import DataError, dataset_source, records
 from trine.data.records import read_json_lines
 from trine.data.sources import Dropped
 
@@ -71,3 +72,17 @@ def test_a_data_set_is_iterated_over() -> None:
         dataset_source(rows, "rows", column="body")
     with pytest.raises(DataError, match="source rows: found the splits train, test, need one of them"):
         dataset_source({"train": rows, "test": rows}, "rows")  # type: ignore[arg-type]
+
+
+def test_a_line_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse = tmp_path / "sparse.jsonl"
+    sparse.write_bytes(b'{"text": "one"}\n')
+    os.truncate(sparse, 1 << 40)
+    with pytest.raises(DataError, match=r"sparse\.jsonl: line 2 is enormous \(more than 67108864 bytes\)"):
+        read_json_lines("sparse.jsonl", sparse)
+    monkeypatch.setattr(records, "LARGEST_LINE", 15)
+    (tmp_path / "r.jsonl").write_bytes(b'{"text": "one"}\n{"text": "two"}\n')  # 15 bytes each, but for their ends
+    assert [text for _, text in read_json_lines("r.jsonl", tmp_path / "r.jsonl")[0]] == [b"one", b"two"]
+    (tmp_path / "r.jsonl").write_bytes(b'{"text": "one"}\n{"text": "more"}\n')
+    with pytest.raises(DataError, match="line 2 is enormous"):
+        read_json_lines("r.jsonl", tmp_path / "r.jsonl")

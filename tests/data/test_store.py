@@ -126,6 +126,20 @@ def test_what_cannot_be_added_is_named_and_leaves_nothing(
     assert not Path(STORE).exists()
 
 
+def test_a_file_too_large_for_a_document_is_not_even_hashed(here: Path) -> None:
+    """A sparse file of a terabyte: reading it would take the day."""
+    with open(here / "texts" / "sparse.txt", "wb") as file:
+        file.truncate(1 << 40)
+    source = add("mine", ["texts"])
+    assert Dropped("sparse.txt", f"enormous ({1 << 40} bytes, at most {1 << 26}; split it)") in source.dropped
+    assert [file.name for file in source.files] == ["a.txt", "c.bin", "in/b.py"]
+    corpus = load_source("mine")
+    assert [d.name for d in corpus.documents] == ["a.txt", "in/b.py"]
+    assert "sparse.txt" in {one.name for one in corpus.dropped}
+    os.truncate(here / "texts" / "sparse.txt", 1 << 41)  # no part of the source, so free to change
+    assert load_source("mine") == corpus
+
+
 def test_enormous_and_unreadable_files_are_left_out_by_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trine.data.sources.LARGEST_FILE", 1400)
     (here / "texts" / "d.txt").write_text("small")

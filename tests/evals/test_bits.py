@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trine.config import preset
-from trine.data import DataError, Document, Shards, Tokenizer
+from trine.data import DataError, Document, Shards, Tokenizer, write_shards
+from trine.data.sources import make_corpus
 from trine.evals.bits import BitsReport, bits_per_byte, held_out_bits
 from trine.model import Model
 
@@ -174,3 +176,19 @@ def test_nothing_to_score_is_an_error(shards: Shards) -> None:
     with pytest.raises(DataError, match="document hollow is empty"):
         bits_per_byte(model, [empty], shards.tokenizer)
     assert isinstance(BitsReport((), 8, 0, 0.0).bits_per_byte, type(None))
+
+
+def test_one_source_alone_is_scored(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train(["text"], 258)
+    corpus = make_corpus(
+        "one", [(f"n{i}", f"{i * i} lines of one".encode()) for i in range(12)], licence="MIT", one_in=2
+    )
+    other = make_corpus("other", [(f"o{i}", b"other text " * (i + 3)) for i in range(12)], licence="MIT", one_in=2)
+    shards = write_shards(tmp_path, [corpus, other], tokenizer)
+    model = ContextModel(tokenizer.vocab_size)
+    report = held_out_bits(model, shards, source="other")
+    held = [d.name for d in other.documents if d.split == "held_out"]
+    assert held and [d.name for d in report.documents] == held
+    assert report.bits_per_byte_all != held_out_bits(model, shards).bits_per_byte_all
+    with pytest.raises(DataError, match="nothing of source none is held out in"):
+        held_out_bits(model, shards, source="none")

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trine.data._errors import DataError
-from trine.data.sources import HELD_OUT_ONE_IN, Corpus, Dropped, make_corpus
+from trine.data.sources import HELD_OUT_ONE_IN, LARGEST_FILE, Corpus, Dropped, make_corpus
+
+LARGEST_LINE = LARGEST_FILE
+"""Bytes of the longest line, and so of the largest record, of a JSON Lines file."""
 
 Named = tuple[list[tuple[str, bytes]], list[Dropped]]
 
@@ -35,14 +38,20 @@ def read_json_lines(name: str, path: Path, column: str = "text") -> Named:
         (name, content) pairs, named ``FILE:LINE``, and the lines that hold none.
 
     Raises:
-        DataError: the file cannot be read, or is a damaged gzip file.
+        DataError: the file cannot be read, is a damaged gzip file, or has a line of more than `LARGEST_LINE` bytes.
     """
     kept: list[tuple[str, bytes]] = []
     dropped: list[Dropped] = []
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rb") as file:
-            for number, line in enumerate(file, 1):
+            # A line is never read whole before its length is known: a file of zeros has one that fills any memory.
+            for number, line in enumerate(iter(lambda: file.readline(LARGEST_LINE + 1), b""), 1):
+                if len(line.rstrip(b"\n")) > LARGEST_LINE:
+                    raise DataError(
+                        f"JSON Lines file {path}: line {number} is enormous (more than {LARGEST_LINE} bytes); "
+                        "need a record a line"
+                    )
                 if not line.strip():
                     continue
                 place = f"{name}:{number}"

@@ -23,6 +23,8 @@ from trine.data.families import near_copy_families
 HELD_OUT_ONE_IN = 20
 LARGEST_FILE = 1 << 26
 """Bytes of the largest file that becomes one document."""
+NEVER_READ = ("cannot be read", "enormous", "not a regular file")
+"""How the reasons begin for which `read_files` leaves a file out without looking into it."""
 PYTHON_LICENCE = "PSF-2.0"
 
 # Folders that are never entered and not worth a word: caches and histories.

@@ -21,6 +21,7 @@ from trine.data.parquet import read_parquet
 from trine.data.records import Named, read_json_lines
 from trine.data.sources import (
     HELD_OUT_ONE_IN,
+    NEVER_READ,
     Corpus,
     Dropped,
     folder_source,
@@ -234,7 +235,8 @@ def add(
     reading = Reading(kinds[0], column, tuple(suffixes), largest, questions)
     files, dropped = list_paths(paths, reading)
     texts, lost = read(reading, files)
-    unread = {one.name: one for one in lost if one.reason.startswith("cannot be read")}
+    # What is no document whatever its content is no part of the source: its content is not even hashed.
+    unread = {one.name: one for one in lost if one.reason.startswith(NEVER_READ)}
     dropped += [unread[n] for n, _ in files if n in unread]
     files = [(n, path) for n, path in files if n not in unread]
     if not texts:

@@ -228,11 +228,16 @@ def held_out_bits(
     tokens_per_call: int = TOKENS_PER_CALL,
     device: torch.device | str | None = None,
     tick: Callable[[int], None] | None = None,
+    source: str | None = None,
 ) -> BitsReport:
-    """``bits_per_byte`` of the held-out documents of shards, whose tokens are there already; same arguments, errors."""
-    chosen = shards.select("held_out").tolist()
+    """``bits_per_byte`` of the held-out documents of shards (of one ``source``), whose tokens are there already.
+
+    The other arguments, and errors, are those of `bits_per_byte`.
+    """
+    chosen = shards.select("held_out", source=source).tolist()
     if not chosen:
-        raise DataError(f"bits per byte: nothing is held out in {shards.folder}")
+        of = "" if source is None else f" of source {source}"
+        raise DataError(f"bits per byte: nothing{of} is held out in {shards.folder}")
     end = [shards.tokenizer.eod_id]
     streams = [np.concatenate([shards.stream(i).astype(np.int64), end]) for i in chosen]
     entries = [shards.documents[i] for i in chosen]

@@ -9,15 +9,19 @@ several seeds; a run that is done is not run again, one that was stopped goes on
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from trine._log import logger
 from trine.data import Shards
@@ -31,43 +35,85 @@ from trine.train.errors import Interrupted, RunError
 from trine.train.loop import choose_device, open_data, train
 from trine.train.rehearse import forecast
 from trine.train.stored import load_run
-from trine.train.study_config import ARMS, LENGTHS, StudyConfig, arm_stages
+from trine.train.study_config import ARMS, LENGTHS, StudyConfig, arm_stages, chosen_runs
+from trine.train.study_jobs import run_side_by_side
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-RESERVE = 0.85  # of the budget that is planned; evaluations and slow minutes take the rest
-TASK_TOKENS = 196_608  # that the questions after each run may take
+RESERVE = 0.85  # of the budget that is planned; starts and slow minutes take the rest
+TASK_TOKENS = 98_304  # that the questions after each run may take
+FORWARD = 0.4  # seconds of a token that is only read, beside one that is trained on
 FORMAT_VERSION = 1
 
 
 def run_study(config: StudyConfig, console: Console | None = None) -> dict[str, Any]:
-    """Run what is missing of a study and gather all results.
+    """Run what is missing of a study, or of its runs that are asked for, and gather the results of all that are done.
 
     Returns:
-        What ``study.json`` in the folder holds: the plan, one result a run, and means and deviations an arm.
+        What ``study.json`` in the folder holds: the plan, one result a run, means and deviations an arm, and the runs
+        that are not done yet.
 
     Raises:
-        RunError: the folder holds another study.
+        RunError: the folder holds another study, or a run that goes side by side with others failed.
         Interrupted: the same command goes on.
         DataError: no data.
     """
-    settings = machine.prepare_machine(config.threads)
+    jobs = side_by_side(config)
+    settings = machine.prepare_machine(config.threads or int(jobs > 1))
     folder = Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
     say = console.print if console is not None else lambda text: logger.info(text)
-    plan = _planned(config, folder, say)
-    results: list[dict[str, Any]] = []
-    for seed in range(config.seeds):  # all arms of a seed first, so that a study that is stopped can be read
-        for arm in ARMS:
-            done = folder / f"{arm}-{seed}" / "result.json"
-            if not done.exists():
-                say(f"study: {arm}, seed {seed}, {plan['tokens']:,} tokens")
-                _one_run(config, plan, arm, seed, folder, console, settings["threads"])
-            results.append(json.loads(done.read_text(encoding="utf-8")))
-    found = {"format_version": FORMAT_VERSION, **plan, "results": results, "arms": summarise(results)}
-    _write(folder / "study.json", found)
+    with _alone(folder):  # of several commands in one folder, the first one plans and makes the data
+        plan = _planned(config, folder, say, jobs)
+        missing = [run for run in chosen_runs(config) if not _result(folder, *run).exists()]
+        if missing and not (folder / "data" / "manifest.json").exists():
+            open_data(_run_config(config, *missing[0], folder, plan["tokens"]), folder / "data")
+    if jobs > 1 and len(missing) > 1:
+        run_side_by_side(config, missing, jobs, plan["tokens"], settings["threads"], say)
+    else:
+        for arm, seed in missing:
+            say(f"study: {arm}, seed {seed}, {plan['tokens']:,} tokens")
+            _one_run(config, plan, arm, seed, folder, console, settings["threads"])
+    return gather(config, plan, folder)
+
+
+def gather(config: StudyConfig, plan: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """All results in the folder as ``study.json``, which is written there."""
+    every = [(arm, seed) for seed in range(config.seeds) for arm in ARMS]
+    paths = {run: _result(folder, *run) for run in every}
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths.values() if path.exists()]
+    found = {
+        "format_version": FORMAT_VERSION,
+        **plan,
+        "results": results,
+        "arms": summarise(sorted(results, key=lambda one: ARMS.index(one["arm"]))),
+        "missing": [f"{arm}-{seed}" for (arm, seed), path in paths.items() if not path.exists()],
+    }
+    with _alone(folder):
+        _write(folder / "study.json", found)
     return found
+
+
+def side_by_side(config: StudyConfig) -> int:
+    """How many runs go at a time."""
+    count = len(chosen_runs(config))
+    if config.jobs:
+        return min(config.jobs, count)
+    on_card = config.device != "cpu" and torch.cuda.is_available()
+    return 1 if on_card else min(machine.usable_cores(), count)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other command plans in the folder; the system drops the lock of one that dies."""
+    with open(folder / "lock", "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _result(folder: Path, arm: str, seed: int) -> Path:
+    return folder / f"{arm}-{seed}" / "result.json"
 
 
 def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -91,7 +137,7 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
     }
 
 
-def _planned(config: StudyConfig, folder: Path, say: Any) -> dict[str, Any]:
+def _planned(config: StudyConfig, folder: Path, say: Any, jobs: int = 1) -> dict[str, Any]:
     """The study's plan as it was first made, so that its runs see the same tokens whenever they are run."""
     wanted = {
         key: list(value) if isinstance(value, tuple) else value
@@ -116,13 +162,7 @@ def _planned(config: StudyConfig, folder: Path, say: Any) -> dict[str, Any]:
     tokens = config.tokens
     if not tokens:
         say("study: measuring how many tokens fit")
-        pace = {}
-        for arm in ARMS:
-            probe = dataclasses.replace(_run_config(config, arm, 0, folder, 1_000_000), device=config.device)
-            seen = forecast(dataclasses.replace(probe, allow_repeats=True))
-            pace[arm] = (seen.seconds or 0.0) / seen.tokens
-        per_run = RESERVE * 60 * config.budget / config.seeds / sum(pace.values())
-        tokens = max(config.longest, int(per_run) // config.longest * config.longest)
+        tokens = _affordable(config, folder, jobs)
     plan = {
         "config": wanted,
         "tokens": tokens,
@@ -132,6 +172,31 @@ def _planned(config: StudyConfig, folder: Path, say: Any) -> dict[str, Any]:
     }
     _write(path, plan)
     return plan
+
+
+def _affordable(config: StudyConfig, folder: Path, jobs: int) -> int:
+    """Tokens of each run, so that training and measuring all of them takes the budget on this machine."""
+    open_data(_run_config(config, ARMS[0], 0, folder, config.longest), folder / "data")
+    shards = Shards.open(folder / "data")
+    read = len([one for one in LENGTHS if one <= config.longest]) * _held_out_tokens(shards) + TASK_TOKENS
+    paces = []
+    for arm in ARMS:
+        seen = forecast(dataclasses.replace(_run_config(config, arm, 0, folder, 1_000_000)))
+        paces.append((seen.seconds or 0.0) / seen.tokens)
+    seconds = RESERVE * 60 * config.budget * jobs / config.seeds - len(ARMS) * read * FORWARD * max(paces)
+    tokens = int(seconds / sum(paces)) // config.longest * config.longest
+    if tokens < 8 * config.longest:
+        raise RunError(
+            f"budget: found {config.budget:g} minutes, which leaves {max(0, tokens):,} tokens a run; need at least "
+            f"{8 * config.longest:,} (8 steps): a larger --budget, a smaller --longest or --preset, or --tokens"
+        )
+    return tokens
+
+
+def _held_out_tokens(shards: Shards) -> int:
+    """Of the first source: what bits per byte are measured on."""
+    chosen = shards.select("held_out", source=shards.sources[0]).tolist()
+    return sum(shards.documents[i].tokens for i in chosen)
 
 
 def _run_config(config: StudyConfig, arm: str, seed: int, folder: Path, tokens: int) -> TrainConfig:
@@ -167,11 +232,8 @@ def _one_run(
     run = folder / f"{arm}-{seed}"
     wanted = _run_config(config, arm, seed, folder, plan["tokens"])
     wanted = dataclasses.replace(wanted, resume=(run / "run.json").exists())
-    shared = folder / "data"
-    if not (shared / "manifest.json").exists():
-        open_data(wanted, shared)
     if not (run / "data").exists():
-        _link_data(shared, run / "data")
+        _link_data(folder / "data", run / "data")
     began = time.perf_counter()
     try:
         train(wanted, console)
@@ -200,14 +262,17 @@ def measure(model: Model, shards: Shards, longest: int, task_tokens: int) -> dic
     """What a longer context is worth to a model.
 
     Returns:
-        ``bits_by_context``: held-out bits per byte with contexts from the shortest row to the longest;
+        ``bits_by_context``: bits per byte of the first source's held-out documents, with contexts from the shortest
+        row to the longest;
         ``recall_by_length``, ``chance_by_length``: share of the answers' tokens that are right, over all task families,
         and what guessing gives; ``gap_by_length``: nats an answer token between evidence swapped and in place.
     """
     lengths = [length for length in LENGTHS if length <= longest]
     bits = {}
     for context in lengths:
-        report = held_out_bits(model, shards, context=context, tokens_per_call=max(4096, context))
+        report = held_out_bits(
+            model, shards, context=context, tokens_per_call=max(4096, context), source=shards.sources[0]
+        )
         bits[str(context)] = report.bits_per_byte if report.bits_per_byte is not None else report.bits_per_byte_all
     found: dict[str, Any] = {"bits_by_context": bits}
     if task_tokens:

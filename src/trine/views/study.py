@@ -80,10 +80,13 @@ def write_study(found: Mapping[str, Any], folder: Path) -> Path:
 def _note(found: Mapping[str, Any]) -> str:
     seeds = max(arm["seeds"] for arm in found["arms"].values())
     longest = found["config"]["longest"]
+    missing = found.get("missing", ())
+    unfinished = f" **Not done yet: {', '.join(missing)}.**" if missing else ""
     return (
-        f"Preset {found['config']['preset']}, {found['tokens']:,} tokens a run in steps of {longest:,}, {seeds} seeds: "
-        "mean (standard deviation). Bits per byte of held-out files, read with contexts of several lengths. Evidence "
-        "gap: nats an answer token between a task with its evidence swapped and in place."
+        f"Preset {found['config']['preset']}, {found['tokens']:,} tokens a run in steps of {longest:,}, {seeds} "
+        f"{'seed' if seeds == 1 else 'seeds'}: mean (standard deviation). Bits per byte of held-out files, read with "
+        "contexts of several lengths. Evidence gap: nats an answer token between a task with its evidence swapped and "
+        f"in place.{unfinished}"
     )
 
 
