@@ -191,12 +191,14 @@ class Audit:
     """
 
     operator: Annotated[Positional[Literal["kda"]], tyro.conf.arg(metavar="kda")]  # what is audited
-    # MODULE:FUNCTION, FILE.py:FUNCTION or a known name (see --list); "installed" takes every known one that runs here
+    # MODULE:FUNCTION, FILE.py:FUNCTION, a known name (see --list) or a library: trine, fla, transformers; "installed"
+    # takes every known one that runs here; none audits Trine's own paths
     target: tuple[str, ...] = ()
-    device: str = "cpu"  # cpu or cuda
+    device: str = "cpu"  # cpu, cuda or cuda:NUMBER
     quick: bool = False  # fewer and smaller inputs
     probes: tuple[str, ...] = ()  # these only, by name
-    timeout: float = 0.0  # seconds that one input may take; 0: 60 on a CPU, 300 on a card
+    timeout: float = 0.0  # seconds that one input may take before it counts as a hang; 0: 60 on a CPU, 120 on a card
+    budget: float = 0.0  # seconds for all probes of a target; 0: 600 on a CPU, 240 on a card
     jobs: int = 0  # targets at a time; 0: two on a CPU, one on a card
     json: str = ""  # write the report here as JSON
     markdown: str = ""  # write it here as Markdown

@@ -16,11 +16,11 @@ import torch
 
 from trine import cli
 from trine.decay.audit import PROBES, Case, Lab, Target, TargetError, Verdict, audit, examine, load, replay, select
-from trine.decay.audit.adaptors import ADAPTORS, names, own
+from trine.decay.audit.adaptors import ADAPTORS, expand, names, own
 from trine.decay.audit.inputs import Fault, Inputs, Loss, define, draw
 from trine.decay.audit.lab import Poison, error
 from trine.decay.audit.probes.card import diagonal_text, judge_cliff, only_in, profiled, with_slowest
-from trine.decay.audit.report import as_dict, as_junit, as_markdown, as_renderable
+from trine.decay.audit.report import as_dict, as_junit, as_markdown, as_renderable, seen
 from trine.decay.audit.runner import Report
 from trine.decay.audit.target import adapt
 from trine.ops.kda import kda, kda_reference
@@ -60,6 +60,34 @@ def objects(q, k, v, g, beta):
 
 def picky(q, k, v, g, beta, *, mask):
     return v
+
+def aborts(*tensors, **keywords):
+    if "cu_seqlens" in keywords:
+        os.abort()
+    return good(*tensors, **keywords)
+
+GONE = []
+
+def loses_the_card(*tensors, **keywords):
+    if tensors[0].shape[1] == 17:
+        GONE.append(True)
+    if GONE:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return good(*tensors, **keywords)
+
+def talks(*tensors, **keywords):
+    print("{" * 10_000, flush=True)
+    print("\\xff garbage " * 10_000, file=sys.stderr, flush=True)
+    return good(*tensors, **keywords)
+
+def half(q, k, v, g, beta):
+    return v.bfloat16()
+
+def integers(q, k, v, g, beta):
+    return v.long()
+
+def quits(*tensors, **keywords):
+    sys.exit("no licence")
 
 VALUE = 3
 """
@@ -217,6 +245,16 @@ def test_known_targets_by_device() -> None:
     assert own("cuda") == ["trine:triton"]
     assert {"trine:reference", "trine:torch"} <= set(names("cpu")) <= set(ADAPTORS)
     assert not {"trine:triton", "cudnn"} & set(names("cpu"))
+    assert expand("trine", "cpu") == ["trine:reference", "trine:torch"]
+    assert expand("trine", "cuda") == ["trine:triton"]
+    assert expand("mylib:f", "cuda") == ["mylib:f"]
+    assert expand("installed", "cpu") == names("cpu")
+
+
+def test_a_library_that_is_absent_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="target: found 'fla', which is not installed or has nothing that runs on cpu"):
+        expand("fla", "cpu")
 
 
 # Processes of their own ---------------------------------------------------------------------------------------------
@@ -242,6 +280,45 @@ def test_crashes_hangs_and_strange_results_are_verdicts(bad: Callable[[str], str
     assert verdicts_of(hang)["views"] == "pass"
 
 
+def test_an_abort_and_a_lost_card_fail_their_own_probe_alone(bad: Callable[[str], str]) -> None:
+    some = ("contract", "determinism", "lengths", "neighbours", "views")
+    abort, lost = audit([bad("aborts"), bad("loses_the_card")], quick=True, probes=some, timeout=20.0)
+    assert {p for p, v in verdicts_of(abort).items() if v != "pass"} == {"neighbours"}
+    assert abort.findings[0].text == "crashed its process (SIGABRT)"
+    # A card that a kernel has brought down answers every later call with the same error: that is no fault of theirs.
+    assert {p for p, v in verdicts_of(lost).items() if v != "pass"} == {"lengths"}
+    text = "took the device down: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert lost.findings[0].text == text
+    assert "lengths=(17, 17)" in lost.findings[0].case
+    assert lost.findings[0].case in lost.findings[0].script
+
+
+def test_talk_is_no_fault_and_a_card_lost_on_plain_inputs_is_the_only_finding(
+    bad: Callable[[str], str], tmp_path: Path
+) -> None:
+    file = tmp_path / "dead.py"
+    file.write_text("def f(q, k, v, g, beta):\n    raise RuntimeError('CUDA error: device-side assert triggered')\n")
+    some = ("contract", "determinism", "views")
+    talker, dead = audit([bad("talks"), f"{file}:f"], quick=True, probes=some)
+    assert set(verdicts_of(talker).values()) == {"pass"}
+    assert [v.verdict for v in dead.verdicts] == ["finding", "not judged", "not judged"]
+
+
+def test_what_was_not_asked_in_time_is_no_finding_and_no_pass(bad: Callable[[str], str]) -> None:
+    (report,) = audit([bad("hangs")], quick=True, probes=("contract", "lengths", "views"), timeout=100.0, budget=5.0)
+    assert not report.findings
+    assert [v.verdict for v in report.verdicts[1:]] == ["not judged", "not judged"]
+    assert all("the time for all probes (5 s) was over" in v.text for v in report.verdicts[1:])
+
+
+def test_a_probe_that_ran_out_of_time_says_how_far_it_came() -> None:
+    lab = Lab(load("trine:torch"), quick=True, patience=1e-9)
+    (verdict,) = examine(lab, select(["lengths"]))
+    assert verdict.verdict == "pass"
+    assert verdict.cases == 1
+    assert seen(verdict).startswith("1 of ")
+
+
 def test_a_target_that_ends_its_process_on_plain_inputs_has_one_finding(bad: Callable[[str], str]) -> None:
     (report,) = audit([bad("leaves")], quick=True, probes=("contract", "determinism", "causality"))
     assert [v.verdict for v in report.verdicts] == ["finding", "not judged", "not judged"]
@@ -255,6 +332,9 @@ def test_a_target_that_ends_its_process_on_plain_inputs_has_one_finding(bad: Cal
         ("not_a_number", "values of the output are not finite on plain inputs"),
         ("objects", "returned a str, need a tensor"),
         ("picky", "raised TypeError"),
+        ("half", "the output is torch.bfloat16, need v's torch.float32"),
+        ("integers", "the output has dtype torch.int64, need a floating one"),
+        ("quits", "raised SystemExit: no licence"),
     ],
 )
 def test_a_wrong_kind_of_result_is_a_finding_of_the_contract(bad: Callable[[str], str], name: str, text: str) -> None:
@@ -356,8 +436,14 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: C
     ("args", "message", "code"),
     [
         (("kda", "--probes", "nothing"), "probes: found 'nothing', need names among contract", 1),
-        (("kda", "--device", "abacus"), "device: found 'abacus', need cpu or cuda", 1),
+        (("kda", "--device", "abacus"), "device: found 'abacus', need cpu, cuda or cuda:NUMBER", 1),
         (("kda", "--json", "nowhere/at/all.json"), "json: found no folder nowhere/at, need an existing one", 1),
+        (("kda", "--device", "cuda:first"), "device: found 'cuda:first', need cpu, cuda or cuda:NUMBER", 1),
+        (("kda", "--junit", "."), "junit: found the folder ., need the name of a file", 1),
+        (("kda", "--timeout", "-1"), "timeout: found -1, need a positive number of seconds", 1),
+        (("kda", "--budget", "nan"), "budget: found nan, need a positive number of seconds", 1),
+        (("kda", "--jobs", "-2"), "jobs: found -2, need 0 (choose) or more", 1),
+        (("kda", "--target", "flash_kda", "trine", "--device", "abacus"), "device: found 'abacus'", 1),
         (("gdn",), "gdn", 2),
     ],
 )
@@ -383,6 +469,10 @@ def test_launches_that_exist_for_the_diagonal_alone() -> None:
     )
     assert facts["only_unbounded"]["token pairs"] == 0.25
     assert diagonal_text(bounded, bounded)[0].endswith("the same launches")
+    other = diagonal_text(unbounded, {**bounded, "sub-tiles": 100.0, "x" * 90: 0.0})[0]
+    assert "substitute (8%); bounded gates launch instead: sub-tiles (20%), " in other
+    assert "x" * 58 not in other
+    assert diagonal_text({}, bounded)[0] == "the profiler saw no launches"
 
 
 def test_a_cliff_is_where_the_time_jumps() -> None:

@@ -212,6 +212,29 @@ def names(device: str) -> list[str]:
     return [name for name in found if device == "cuda" or name not in _ON_CARD]
 
 
+def expand(name: str, device: str) -> list[str]:
+    """The targets that a word of the command line stands for.
+
+    ``installed`` is every known one that runs on ``device``; a library's name (``trine``, ``fla`` or ``fla-core``,
+    ``transformers``) is all of its forms that do; anything else is itself.
+
+    Raises:
+        ValueError: none of the library's forms runs there.
+    """
+    if name == "installed":
+        return names(device)
+    family = "fla-core" if name == "fla" else name
+    forms = [known for known in ADAPTORS if known.startswith(f"{family}:")]
+    if not forms:
+        return [name]
+    # Where kernels can run they are what is asked about: the plain forms are audited on a CPU.
+    kernels = [known for known in forms if known in _ON_CARD]
+    chosen = kernels if device == "cuda" and kernels else [known for known in forms if known not in kernels]
+    if not chosen or importlib.util.find_spec(_NEEDS[family]) is None:
+        raise ValueError(f"target: found {name!r}, which is not installed or has nothing that runs on {device}")
+    return chosen
+
+
 def own(device: str) -> list[str]:
     """Trine's own backends for ``device``: what is audited when no target is named."""
     return ["trine:triton"] if device == "cuda" else ["trine:reference", "trine:torch"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,15 @@ def run(options: Audit) -> int:
     """
     from rich.console import Console
 
-    from trine.decay.audit.adaptors import names, own
+    from trine.decay.audit.adaptors import expand, own
     from trine.decay.audit.examine import FINDING, Verdict
     from trine.decay.audit.report import as_renderable, save
     from trine.decay.audit.runner import audit
 
     console = Console()
     device = options.device
-    if device != "cpu" and device.partition(":")[0] != "cuda":
-        raise ValueError(f"device: found {device!r}, need cpu or cuda")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device: found {device!r}, need cpu, cuda or cuda:NUMBER")
     kind = device.partition(":")[0]
     if options.list:
         _list(console, kind)
@@ -38,18 +39,24 @@ def run(options: Audit) -> int:
         name = getattr(options, option)
         if name and not Path(name).resolve().parent.is_dir():
             raise ValueError(f"{option}: found no folder {Path(name).parent}, need an existing one")
+        if name and Path(name).is_dir():
+            raise ValueError(f"{option}: found the folder {name}, need the name of a file")
     asked = options.target or tuple(own(kind))
-    targets = [t for name in asked for t in (names(kind) if name == "installed" else [name])]
-    progress = Console(stderr=True)
+    targets = list(dict.fromkeys(t for name in asked for t in expand(name, kind)))
+    progress = Console(stderr=True, soft_wrap=True)
 
     def tell(target: str, verdict: Verdict) -> None:
-        if verdict.verdict == FINDING and progress.is_terminal:
-            progress.print(f"{target}: {verdict.probe}", style="red", markup=False, highlight=False)
+        # A terminal shows a spinner and what was found; a log shows how far it is, line by line.
+        found = verdict.verdict == FINDING
+        if found or not progress.is_terminal:
+            line = f"{target}: {verdict.probe}: {verdict.verdict} ({verdict.seconds:.1f} s)"
+            progress.print(line, style="red" if found else "", markup=False, highlight=False)
+            progress.file.flush()
 
     with progress.status(f"auditing {', '.join(targets)}"):
         reports = audit(
             targets, device=device, quick=options.quick, probes=options.probes, timeout=options.timeout or None,
-            jobs=options.jobs, on_verdict=tell,
+            budget=options.budget or None, jobs=options.jobs, on_verdict=tell,
         )  # fmt: skip
     for report in reports:
         console.print(as_renderable(report))

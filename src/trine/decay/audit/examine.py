@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trine.decay.audit.inputs import Case
-from trine.decay.audit.lab import Declined, Lab, Measure, Misshapen
+from trine.decay.audit.lab import STICKY, Declined, Lab, Lost, Measure, Misshapen
 from trine.decay.audit.probes import PROBES, Probe
 from trine.decay.audit.target import one_line
 
@@ -67,12 +67,18 @@ def attempt(lab: Lab, probe: Probe, case: Case) -> Measure:
     """One check; an error that the target raises is a finding."""
     lab.beat(case)
     try:
-        return probe.check(lab, case)
+        measure = probe.check(lab, case)
+        lab.settle()
     except (Declined, Misshapen) as seen:
         return Measure(False, text=f"raised {seen}" if isinstance(seen, Declined) else str(seen))
     except Exception as seen:
+        if isinstance(seen, Lost) or STICKY.search(str(seen)):
+            lab.lost = True
+            text = str(seen) if isinstance(seen, Lost) else f"{type(seen).__name__}: {one_line(seen)}"
+            return Measure(False, text=f"took the device down: {text}")
         # Results of a kind that nobody foresaw break the comparison, not the call.
         return Measure(False, text=f"raised {type(seen).__name__} where its result was compared: {one_line(seen)}")
+    return measure
 
 
 def examine(
@@ -92,6 +98,9 @@ def examine(
         shrink_seconds: time for making a failing input smaller.
         spec: how a script names the target.
         begin: called with each probe before its first case.
+
+    The device may be lost on the way (``lab.lost``): then the verdict that says so is the last one, since nothing that
+    this process computes afterwards tells anything.
     """
     found = {v.probe for v in done if v.verdict == FINDING}
     for probe in probes:
@@ -102,6 +111,8 @@ def examine(
         if verdict.verdict == FINDING:
             found.add(probe.name)
         yield verdict
+        if lab.lost:
+            return
 
 
 def _verdict(lab: Lab, probe: Probe, found: set[str], shrink_seconds: float, spec: str) -> Verdict:
@@ -111,21 +122,24 @@ def _verdict(lab: Lab, probe: Probe, found: set[str], shrink_seconds: float, spe
     for name in probe.after:
         if name in found and ((probe.strict and name != "state-layout") or not _told_apart(lab, name)):
             return Verdict(probe.name, probe.question, NOT_JUDGED, f"its inputs already differ: see {name}")
-    worst, tried = Measure(True), 0
-    for case in dict.fromkeys(lab.fit(c) for c in probe.cases(lab)):
+    worst, tried, start, short = Measure(True), 0, time.perf_counter(), ""
+    cases = list(dict.fromkeys(lab.fit(c) for c in probe.cases(lab)))
+    for case in cases:
+        if tried and lab.patience and time.perf_counter() - start > lab.patience:
+            short = f"{tried} of {len(cases)} inputs in {lab.patience:.0f} s"
+            break
         tried += 1
         measure = attempt(lab, probe, case)
         if not measure.ok:
-            case, measure = shrink(lab, probe, case, measure, shrink_seconds)
+            case, measure = (case, measure) if lab.lost else shrink(lab, probe, case, measure, shrink_seconds)
             return Verdict(
                 probe.name, probe.question, FINDING, measure.text, measure.value, measure.limit, str(case),
                 script(spec, probe.name, case, measure, lab.device), tried, facts=dict(measure.facts),
             )  # fmt: skip
         if measure.ratio >= worst.ratio:
             worst = measure if measure.text or not worst.text else worst
-    return Verdict(
-        probe.name, probe.question, PASSED, worst.text, worst.value, worst.limit, cases=tried, facts=dict(worst.facts)
-    )
+    facts = dict(worst.facts) | ({"cut_short": short} if short else {})
+    return Verdict(probe.name, probe.question, PASSED, worst.text, worst.value, worst.limit, cases=tried, facts=facts)
 
 
 def _told_apart(lab: Lab, name: str) -> bool:
@@ -154,6 +168,9 @@ def shrink(lab: Lab, probe: Probe, case: Case, measure: Measure, seconds: float)
                 continue
             quiet.shared = {}
             tried = attempt(quiet, probe, smaller)
+            if quiet.lost:
+                lab.lost = True
+                return case, measure
             if not tried.ok and tried.text.startswith("raised") == measure.text.startswith("raised"):
                 case, measure, again = smaller, tried, True
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,18 @@ class Declined(Exception):
 
 class Misshapen(Exception):
     """The target's result is not of the promised kind."""
+
+
+class Lost(Exception):
+    """A kernel has made the device useless for this process: whatever is called next fails, whoever is to blame."""
+
+
+# What the CUDA runtime says of errors that no later call of the process survives.
+STICKY = re.compile(
+    r"illegal memory access|illegal instruction|illegal address|misaligned address|unspecified launch failure"
+    r"|device-side assert|launch timed out|uncorrectable|hardware stack error|invalid (program counter|address space)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,8 @@ class Lab:
             [V, K]; "memory": of shape [K, V] but laid out as [V, K]).
         beat: called with each case before it runs.
         has_gradients, has_state: False when a call showed that there are none.
+        lost: the device cannot be used by this process any more.
+        patience: seconds after which a probe takes no further input (0: any time).
     """
 
     target: Target
@@ -86,6 +101,8 @@ class Lab:
     has_gradients: bool = True
     has_state: bool = True
     shared: dict[Any, Any] = field(default_factory=dict)
+    lost: bool = False
+    patience: float = 0.0
 
     def __post_init__(self) -> None:
         self.has_gradients = self.target.gradients
@@ -127,6 +144,11 @@ class Lab:
         if not target.grouped:
             case = replace(case, groups=1)
         return case
+
+    def settle(self) -> None:
+        """Wait for the card, so that an error of a kernel shows at the input that caused it."""
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
 
     # Calls ------------------------------------------------------------------------------------------------------
 
@@ -285,11 +307,13 @@ def _kind(value: Any) -> str:
 def _guarded(work: Callable[[], Any]) -> Any:
     try:
         return work()
-    except (KeyboardInterrupt, Declined):
+    except (KeyboardInterrupt, Declined, Lost):
         raise
     except BaseException as failure:
-        text = " ".join(str(failure).split())
-        raise Declined(f"{type(failure).__name__}: {text[:200]}") from failure
+        text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        if STICKY.search(text):
+            raise Lost(text) from failure
+        raise Declined(text) from failure
 
 
 def _pick(result: Result, name: str) -> Tensor:

@@ -40,7 +40,8 @@ def seen(verdict: Verdict) -> str:
         return f"{verdict.text} (limit {verdict.limit:.0e})"
     if verdict.verdict != PASSED:
         return verdict.text
-    inputs = f"{verdict.cases} input{'' if verdict.cases == 1 else 's'}"
+    # A probe that ran out of time says how far it came.
+    inputs = verdict.facts.get("cut_short") or f"{verdict.cases} input{'' if verdict.cases == 1 else 's'}"
     if verdict.value is None or verdict.limit is None:
         return f"{inputs}: {verdict.text}" if verdict.text else inputs
     if not verdict.value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,13 @@ from trine.decay.audit.examine import FINDING, NOT_JUDGED, Verdict, select
 
 # A target that takes its process down more often than this is not asked further.
 RESTARTS = 5
+# Seconds for one input, and for all probes of a target, on a CPU and on a card, where kernels are compiled first.
+TIMEOUTS = {"cpu": 60.0, "cuda": 120.0}
+BUDGETS = {"cpu": 600.0, "cuda": 240.0}
+# A probe takes no further input once it has had this share of the time for all.
+PATIENCE = 0.2
+# Of what a worker wrote to its standard error, this much of the end is looked at.
+TAIL_BYTES = 65_536
 
 
 @dataclass
@@ -55,9 +64,11 @@ class _Child:
 
     probe: str = ""
     case: str = ""
+    tried: int = 0
     loaded: bool = False
     refused: str = ""
     finished: bool = False
+    lost: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,6 +79,7 @@ def audit(
     quick: bool = False,
     probes: Sequence[str] = (),
     timeout: float | None = None,
+    budget: float | None = None,
     jobs: int = 0,
     on_verdict: Callable[[str, Verdict], None] = lambda target, verdict: None,
 ) -> list[Report]:
@@ -78,21 +90,30 @@ def audit(
         device: "cpu" or "cuda".
         quick: fewer and smaller cases.
         probes: names, all for none.
-        timeout: seconds that one case may take (None: 60 on a CPU, 300 on a card, where kernels are compiled first).
+        timeout: seconds that one case may take before it counts as a hang (None: 60 on a CPU, 120 on a card).
+        budget: seconds for all probes of a target (None: 600 on a CPU, 240 on a card). A probe takes no further input
+            after a fifth of it; what is not reached is "not judged". It is never a finding.
         jobs: targets at a time (0: two on a CPU, one on a card).
         on_verdict: called as they come, from other threads.
 
     Raises:
-        ValueError: unknown probes.
+        ValueError: unknown probes; times that are no positive numbers, or a negative number of jobs.
     """
     names = [p.name for p in select(probes)]
+    kind = device.partition(":")[0]
+    limit = TIMEOUTS.get(kind, 60.0) if timeout is None else timeout
+    total = BUDGETS.get(kind, 600.0) if budget is None else budget
+    for what, value in (("timeout", limit), ("budget", total)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{what}: found {value:g}, need a positive number of seconds")
+    if jobs < 0:
+        raise ValueError(f"jobs: found {jobs}, need 0 (choose) or more")
     card = device.startswith("cuda")
     at_once = jobs or (1 if card else min(2, len(targets), os.cpu_count() or 1))
     threads = 0 if card else max(1, (os.cpu_count() or 1) // at_once)
-    limit = timeout if timeout is not None else (300.0 if card else 60.0)
     with ThreadPoolExecutor(at_once) as pool:
         work = [
-            pool.submit(_audit_one, t, names, device, quick, limit, threads, lambda v, t=t: on_verdict(t, v))  # type: ignore[misc]
+            pool.submit(_audit_one, t, names, device, quick, limit, total, threads, lambda v, t=t: on_verdict(t, v))  # type: ignore[misc]
             for t in targets
         ]
         return [w.result() for w in work]
@@ -104,10 +125,12 @@ def _audit_one(
     device: str,
     quick: bool,
     timeout: float,
+    budget: float,
     threads: int,
     on_verdict: Callable[[Verdict], None],
 ) -> Report:
     start, report = time.monotonic(), Report(target, target, device=device)
+    late = f"the time for all probes ({budget:g} s) was over"
     report.date = datetime.datetime.now(datetime.UTC).date().isoformat()
     questions = {p.name: p.question for p in select()}
     memory: dict[str, Any] = {}
@@ -123,10 +146,19 @@ def _audit_one(
         job = {
             "target": target, "device": device, "quick": quick, "threads": threads, "probes": left, "memory": memory,
             "done": [asdict(v) for v in report.verdicts], "shrink": 2.0 if quick else 6.0,
+            "patience": PATIENCE * budget,
         }  # fmt: skip
-        child, end = _watch(job, timeout, report, add)
+        child, end = _watch(job, timeout, start + budget, report, add)
         memory = child.memory
         if child.finished:
+            break
+        if child.lost and attempt < RESTARTS:
+            continue  # its verdict is there; the next process finds the device as it should be
+        if end == LATE:
+            left = [p for p in left if p not in {v.probe for v in report.verdicts}]
+            if child.probe in left and child.tried > 1:
+                add(Verdict(child.probe, questions[child.probe], NOT_JUDGED, f"{late} at its input {child.tried}"))
+            _close(report, left, questions, late, add)
             break
         if child.refused or not child.loaded:
             text = child.refused or f"{end} while it was imported"
@@ -134,16 +166,9 @@ def _audit_one(
             _close(report, left[1:], questions, f"the target cannot be used: {text}", add)
             break
         probe = child.probe or left[0]
-        add(
-            Verdict(
-                probe,
-                questions[probe],
-                FINDING,
-                end,
-                case=child.case,
-                script=_crash_script(target, probe, child, device),
-            )
-        )
+        if not child.lost:
+            script = _crash_script(target, probe, child, device)
+            add(Verdict(probe, questions[probe], FINDING, end, case=child.case, script=script))
         if probe == "contract" or attempt == RESTARTS:
             reason = "plain inputs already do this: see contract" if probe == "contract" else "stopped too often"
             _close(report, [p for p in left if p != probe], questions, reason, add)
@@ -169,7 +194,12 @@ def _crash_script(target: str, probe: str, child: _Child, device: str) -> str:
     return SCRIPT.format(spec=target, probe=probe, case=case, text="stops its process", device=device)
 
 
-def _watch(job: dict[str, Any], timeout: float, report: Report, add: Callable[[Verdict], None]) -> tuple[_Child, str]:
+LATE = "was still at work when the time for all was over"
+
+
+def _watch(
+    job: dict[str, Any], timeout: float, deadline: float, report: Report, add: Callable[[Verdict], None]
+) -> tuple[_Child, str]:
     """Run one worker to its end; returns what it had said and how it ended."""
     child = _Child(memory=dict(job["memory"]))
     with tempfile.TemporaryDirectory(prefix="trine-audit-") as folder:
@@ -180,15 +210,17 @@ def _watch(job: dict[str, Any], timeout: float, report: Report, add: Callable[[V
                 [sys.executable, "-m", "trine.decay.audit.worker", json.dumps(job), str(events)],
                 stdout=subprocess.DEVNULL, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-        hung = False
+        stopped = ""
         try:
-            hung = _follow(process, events, timeout, child, report, add)
+            stopped = _follow(process, events, timeout, deadline, child, report, add)
         finally:
             if process.poll() is None:
                 _kill(process)
-        tail = errors.read_text(errors="replace").strip().splitlines()
-    if hung:
-        return child, f"gave no answer within {timeout:g} s"
+        with errors.open("rb") as written:
+            written.seek(max(0, errors.stat().st_size - TAIL_BYTES))
+            tail = written.read().decode(errors="replace").strip().splitlines()
+    if stopped:
+        return child, stopped
     code = process.returncode
     if code is not None and code < 0:
         name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
@@ -207,18 +239,21 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             process.kill()
     except ProcessLookupError:
         pass
-    process.wait()
+    # A process with a kernel that never ends may outlive its kill for a while; nobody has to wait for it.
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30.0)
 
 
 def _follow(
     process: subprocess.Popen[bytes],
     events: Path,
     timeout: float,
+    deadline: float,
     child: _Child,
     report: Report,
     add: Callable[[Verdict], None],
-) -> bool:
-    """Take in events until the process ends; True when it stopped answering."""
+) -> str:
+    """Take in events until the process ends; says so when it stopped answering, or when the time for all was over."""
     last, rest = time.monotonic(), b""
     with events.open("rb") as stream:
         while True:
@@ -229,11 +264,13 @@ def _follow(
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     _take(json.loads(line), child, report, add)
-            if over:
-                return False
+            if over or child.finished or child.lost:
+                return ""
             # Importing a library, and compiling on first use, may take longer than a case.
             if time.monotonic() - last > (timeout if child.probe else max(timeout, 120.0)):
-                return True
+                return f"gave no answer within {timeout:g} s"
+            if time.monotonic() > deadline:
+                return LATE
             time.sleep(0.02)
 
 
@@ -246,9 +283,9 @@ def _take(event: dict[str, Any], child: _Child, report: Report, add: Callable[[V
     elif kind == "refused":
         child.refused = event["text"]
     elif kind == "probe":
-        child.probe, child.case = event["probe"], ""
+        child.probe, child.case, child.tried = event["probe"], "", 0
     elif kind == "case":
-        child.case = event["case"]
+        child.case, child.tried = event["case"], child.tried + 1
     elif kind == "verdict":
         child.memory = event["memory"]
         verdict = Verdict(**event["verdict"])
@@ -259,3 +296,5 @@ def _take(event: dict[str, Any], child: _Child, report: Report, add: Callable[[V
         add(verdict)
     elif kind == "done":
         child.finished = True
+    elif kind == "lost":
+        child.lost = True

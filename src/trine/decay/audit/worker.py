@@ -55,6 +55,7 @@ def _examine(job: dict[str, Any], say: Any) -> None:
     say("loaded", name=target.name, version=target.version, form=target.form, machine=machine, versions=versions)
     lab = Lab(target, device, job["quick"], beat=lambda case: say("case", case=str(case)))
     memory = job.get("memory") or {}
+    lab.patience = job["patience"]
     lab.fault = Fault(**memory.get("fault", {}))
     for name in MEMORY:
         if name in memory:
@@ -66,7 +67,10 @@ def _examine(job: dict[str, Any], say: Any) -> None:
     ):
         known = {"fault": vars(lab.fault), **{name: getattr(lab, name) for name in MEMORY}}
         say("verdict", verdict=verdict.as_dict(), memory=known)
-    say("done")
+    say("lost" if lab.lost else "done")
+    if lab.lost:
+        # What is left of the device's state may raise, or hang, while the interpreter is taken apart.
+        os._exit(1)
 
 
 if __name__ == "__main__":
