@@ -1,12 +1,16 @@
 """Train the laptop preset with softplus gates for a few minutes, migrate it, let it recover; and some not safe.
 
-python benchmarks/migrate_laptop.py [--preset laptop] [--steps 100] [--folder build/migrate]
+python benchmarks/migrate_laptop.py [--text episodes] [--gates both] [--folder build/migrate]
+
+Two texts. *episodes*: runs of 16 to 64 letters drawn from four, then a line break and four others, a token a byte:
+what is remembered from before the break only harms, so a model of it needs gates that forget at once and gates that
+do not. *library*: Python's standard library, as in the laptop run; a short training hardly uses a memory there.
 
 Two teachers: gates as they start by default, and gates that start strong (A_log uniform between log 1 and log 16, as
-the modelling code released with K3 draws it). Each is migrated with g_min = -5, and to a bound that gates go beyond.
-Recovery is 2 % of the teacher's training tokens. Beside it two controls with the same tokens and rates: the teacher
-trained on as it is, and the teacher's old numbers in the new formula, without a fit. Losses are of held-out text.
-Writes benchmarks/results/migrate_laptop-*.json.
+the modelling code released with K3 draws it). Each is migrated to bounds that hold its gates and to some that do not.
+Recovery is 2 % of the teacher's training tokens. Beside it, at -5, two controls with the same tokens and rates: the
+teacher trained on as it is, and the teacher's old numbers in the new formula, without a fit. Losses are of held-out
+text. Writes benchmarks/results/migrate_laptop-*.json.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +29,9 @@ import torch
 
 SHARE = 0.02  # of the training tokens, for recovery
 HELD_OUT = 32_768  # tokens of held-out text: half to fit on, half that losses are measured on
-LENGTH = 512
+LENGTH = {"episodes": 256, "library": 512}  # of the held-out sequences
+BOUNDS = {"episodes": (-5.0, -2.0, -0.5), "library": (-5.0, -0.25)}
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 NOISE = 0.005  # nats: a gap below it is none, and no share of it can be recovered
 
 
@@ -48,13 +55,30 @@ class MigrationRecord(_common.Record):
     layers: tuple[dict[str, Any], ...] = ()
 
 
-def train_teacher(folder: Path, preset: str, steps: int, strong: bool) -> Path:
+def write_episodes(folder: Path, files: int = 600, characters: int = 2048) -> Path:
+    """Text whose letters change at every line break; the same files every time."""
+    if not folder.exists():
+        draw = random.Random(0)
+        beside = folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        for number in range(files):
+            lines: list[str] = []
+            while sum(map(len, lines)) + len(lines) < characters:
+                some = draw.sample(LETTERS, 4)
+                lines.append("".join(draw.choice(some) for _ in range(draw.randint(16, 64))))
+            (beside / f"{number:04d}.txt").write_text("\n".join(lines) + "\n")
+        beside.rename(folder)
+    return folder
+
+
+def train_teacher(folder: Path, text: str, steps: int, strong: bool) -> Path:
     """A run with softplus gates; gone on with when it was interrupted, kept when it is done."""
     from trine.train.callbacks import Callback
-    from trine.train.config import EvalConfig, train_preset
+    from trine.train.config import DataConfig, EvalConfig, train_preset
     from trine.train.loop import train
 
-    name = f"{preset}-{'strong' if strong else 'default'}"
+    name = f"{text}-{'strong' if strong else 'default'}"
 
     class StrongGates(Callback):
         name = "strong_gates"
@@ -66,8 +90,12 @@ def train_teacher(folder: Path, preset: str, steps: int, strong: bool) -> Path:
                     if trainer.step == 0 and parameter_name.endswith(".A_log"):
                         parameter.copy_(torch.rand(parameter.shape, generator=random) * math.log(16))
 
-    base = train_preset(preset)
+    base = train_preset("laptop")
     stage = base.stages[0]
+    if text == "episodes":
+        stage = replace(stage, length=256)
+        source = DataConfig(source=str(write_episodes(folder / "text")), vocabulary=257)
+        base = replace(base, stages=(stage,), data=source, allow_repeats=True)
     config = replace(
         base,
         model=("gate_kind=softplus",),
@@ -83,9 +111,8 @@ def train_teacher(folder: Path, preset: str, steps: int, strong: bool) -> Path:
     return train(config, callbacks=[StrongGates()] if strong else []).folder
 
 
-def controls(teacher: Path, g_min: float) -> tuple[float, float, int]:
-    """Losses after the recovery's tokens of the teacher as it is and of its numbers in the new formula;
-    its tokens."""
+def controls(teacher: Path, g_min: float, length: int) -> tuple[float, float]:
+    """Losses after the recovery's tokens of the teacher as it is and of its numbers in the new formula."""
     from trine.data import Shards
     from trine.decay.calibrate_gates import mean_loss
     from trine.decay.migrate import bounded_twin, split_held_out
@@ -95,7 +122,7 @@ def controls(teacher: Path, g_min: float) -> tuple[float, float, int]:
 
     run = load_run(teacher)
     shards = Shards.open(run.path / "data")
-    fitted, judged = split_held_out(shards, HELD_OUT, LENGTH)
+    fitted, judged = split_held_out(shards, HELD_OUT, length)
     seen = lay_out(run.config.stages, run.config.tokens).tokens_before(run.step)
     losses = []
     for model in (copy.deepcopy(run.model), bounded_twin(run.model, g_min)):
@@ -104,7 +131,7 @@ def controls(teacher: Path, g_min: float) -> tuple[float, float, int]:
     return losses[0], losses[1]
 
 
-def migrate(teacher: Path, out: Path, g_min: float, with_controls: bool) -> MigrationRecord:
+def migrate(teacher: Path, out: Path, text: str, g_min: float) -> MigrationRecord:
     """One migration as a record."""
     from trine.decay.migrate import softplus_to_bounded
     from trine.decay.migrate_recover import Recovery
@@ -112,10 +139,10 @@ def migrate(teacher: Path, out: Path, g_min: float, with_controls: bool) -> Migr
 
     shutil.rmtree(out, ignore_errors=True)
     report = softplus_to_bounded(
-        teacher, out, g_min=g_min, tokens=HELD_OUT, length=LENGTH, recovery=Recovery(SHARE), say=print
+        teacher, out, g_min=g_min, tokens=HELD_OUT, length=LENGTH[text], recovery=Recovery(SHARE), say=print
     )
     loss = report["loss"]
-    kept, swapped = controls(teacher, g_min) if with_controls else (None, None)
+    kept, swapped = controls(teacher, g_min, LENGTH[text]) if g_min == -5.0 else (None, None)
     after = loss["recovered"]
     config = stored_config(teacher)
     gaps = [loss[name] - loss["before"] for name in ("swapped", "fitted")]
@@ -125,7 +152,7 @@ def migrate(teacher: Path, out: Path, g_min: float, with_controls: bool) -> Migr
         gates="strong" if "strong" in teacher.name else "default",
         impl="trine",
         error=gaps[1],
-        note=f"{config.preset} preset",
+        note=f"{config.preset} preset, {text}",
         verdict=report["verdict"],
         reasons=tuple(report["reasons"]),
         g_min=g_min,
@@ -146,8 +173,8 @@ def migrate(teacher: Path, out: Path, g_min: float, with_controls: bool) -> Migr
 def main() -> None:
     """Train, migrate, record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", default="laptop", choices=("laptop", "smoke"))
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--text", default="episodes", choices=tuple(BOUNDS))
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--folder", type=Path, default=Path("build/migrate"))
     parser.add_argument("--gates", default="both", choices=("default", "strong", "both"))
     parser.add_argument("--threads", type=int, default=0)
@@ -155,9 +182,9 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     _common.threads(options.threads)
     for strong in {"default": (False,), "strong": (True,), "both": (False, True)}[options.gates]:
-        teacher = train_teacher(options.folder, options.preset, options.steps, strong)
-        for g_min, with_controls in ((-5.0, True), (-0.25, False)):
-            record = migrate(teacher, options.folder / f"{teacher.name}-{-g_min:g}", g_min, with_controls)
+        teacher = train_teacher(options.folder, options.text, options.steps, strong)
+        for g_min in BOUNDS[options.text]:
+            record = migrate(teacher, options.folder / f"{teacher.name}-{-g_min:g}", options.text, g_min)
             print(_common.write_records("migrate_laptop", [record]))
 
 
