@@ -131,4 +131,8 @@ def test_task_texts_as_documents(tmp_path: Path) -> None:
     assert again == corpus
     with pytest.raises(DataError, match="found count 0"):
         task_corpus("x", count=0, length=1_000)
+    with pytest.raises(
+        DataError, match=r"source x: tasks of family 'count' of 90 characters: length: found 90, need at"
+    ):
+        task_corpus("x", count=1, length=90, families=("count",))
     assert np.array([len(d.text) for d in corpus.documents]).tolist() == [1_600] * 40

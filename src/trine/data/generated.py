@@ -222,8 +222,7 @@ def task_corpus(
         answer_weight: weight of the answer's tokens in the loss; all others weigh 1.
 
     Raises:
-        DataError: no documents asked for.
-        ValueError: an unknown family, or a length too small for one.
+        DataError: no documents asked for, an unknown family, or a length too small for one.
     """
     if count < 1 or held_out_one_in < 2:
         raise DataError(f"task corpus: found count {count}, held_out_one_in {held_out_one_in}, need 1 and 2 or more")
@@ -232,7 +231,10 @@ def task_corpus(
     for i in range(count):
         held_out = i % held_out_one_in == held_out_one_in - 1
         family = names[i % len(names)]
-        task = make(family, seed + i, "held_out" if held_out else "train", length=length)
+        try:
+            task = make(family, seed + i, "held_out" if held_out else "train", length=length)
+        except ValueError as error:
+            raise DataError(f"source {source}: tasks of family {family!r} of {length} characters: {error}") from error
         shown = task.render()
         # The space before the answer belongs to its first token.
         spans = [(0, len(shown.text) + 1, 1.0), (shown.answer.start - 1, shown.answer.end, answer_weight)]

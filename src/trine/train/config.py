@@ -349,12 +349,12 @@ TRAIN_PRESETS: dict[str, TrainConfig] = {
     # Recall of single symbols over longer and longer rows: small steps and low rates (docs/evaluation.md).
     "recall": TrainConfig(
         preset="recall",
-        model=("layers=4", "mla_layers=(3,)"),
-        tokens=2_457_600,
+        model=("layers=2", "mla_layers=(1,)"),  # one layer to carry a key to its value, one to look it up
+        tokens=1_966_080,
         stages=(
-            Stage(length=64, share=0.6, step_tokens=2_048, micro_tokens=1_024),
-            Stage(length=256, share=0.2, step_tokens=2_048, micro_tokens=1_024),
-            Stage(length=1_024, share=0.2, step_tokens=2_048, micro_tokens=1_024),
+            Stage(length=64, share=0.75, step_tokens=2_048, micro_tokens=1_024),
+            Stage(length=256, share=0.15, step_tokens=2_048, micro_tokens=1_024),
+            Stage(length=1_024, share=0.1, step_tokens=2_048, micro_tokens=1_024),
         ),
         optimizer=OptimizerConfig(
             rates=Rates(muon=3e-3, embeddings=1e-3, other=1e-3), warmup=0.02, final=0.1, momentum=0.95

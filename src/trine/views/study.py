@@ -1,8 +1,8 @@
-"""The curriculum study on one page: a table an arm, a picture, and what was run."""
+"""The curriculum study on one page: a table with a column an arm, a picture, and what was run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,48 +15,41 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 ARM_WORDS = {
-    "staged-mixture": "staged, longer documents in longer stages",
-    "staged": "staged, every document alike",
-    "longest": "longest rows from the start",
+    "staged-mixture": "staged with mixtures",
+    "staged": "staged",
+    "longest": "longest from the start",
 }
 
 
 def study_headings(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of the study's table: one column a context length, one a length of recall."""
-    bits, recall = _columns(found)
-    return (
-        "arm",
-        *(f"bits/byte, context {int(one):,}" for one in bits),
-        *(f"recall (chance), {int(one):,} tokens" for one in recall),
-        *(f"evidence gap, {int(one):,} tokens" for one in recall),
-        "training loss",
-        "tokens/s",
-        "time of a run",
-    )
+    """Of the study's table: what is measured, and a column an arm."""
+    return ("", *(ARM_WORDS.get(arm, arm) for arm in found["arms"]))
 
 
 def study_rows(found: Mapping[str, Any]) -> list[Row]:
-    """One row an arm: mean over the seeds, with the standard deviation where there are several."""
+    """One row a measurement: mean over the seeds, with the standard deviation where there are several."""
     bits, recall = _columns(found)
-    rows: list[Row] = []
-    for arm, values in found["arms"].items():
-        rows.append(
-            (
-                ARM_WORDS.get(arm, arm),
-                *(_number(values["bits_by_context"].get(one), 3) for one in bits),
-                *(_recall(values, one) for one in recall),
-                *(_number(values["gap_by_length"].get(one), 3) for one in recall),
-                _number(values["loss"], 3),
-                _number(values["tokens_per_s"], 0),
-                duration(values["seconds"]["mean"]),
-            )
-        )
-    return rows
+    arms = list(found["arms"].values())
+
+    def row(name: str, cell: Callable[[Mapping[str, Any]], str]) -> Row:
+        return (name, *(cell(values) for values in arms))
+
+    return [
+        *(row(f"bits/byte, context {int(n):,}", lambda v, n=n: _number(v["bits_by_context"].get(n), 3)) for n in bits),
+        *(row(f"recall (chance), {int(n):,} tokens", lambda v, n=n: _recall(v, n)) for n in recall),
+        *(
+            row(f"evidence gap, {int(n):,} tokens", lambda v, n=n: _number(v["gap_by_length"].get(n), 3))
+            for n in recall
+        ),
+        row("training loss", lambda v: _number(v["loss"], 3)),
+        row("tokens/s", lambda v: _number(v["tokens_per_s"], 0)),
+        row("time of a run", lambda v: duration(v["seconds"]["mean"])),
+    ]
 
 
 def study_table(found: Mapping[str, Any]) -> Table:
     """What `trine study curriculum` shows at the end."""
-    return terminal(study_headings(found), study_rows(found), _note(found))
+    return terminal(study_headings(found), study_rows(found), study_note(found))
 
 
 def write_study(found: Mapping[str, Any], folder: Path) -> Path:
@@ -66,7 +59,7 @@ def write_study(found: Mapping[str, Any], folder: Path) -> Path:
     where = hardware["gpus"][0]["name"] if hardware.get("gpus") else f"{hardware['cpu']}, {hardware['cores']} cores"
     lines = [
         "# Curriculum study",
-        _note(found),
+        study_note(found),
         markdown(study_headings(found), study_rows(found)),
         "![Bits per byte by context, and speed](study.png)",
         f"Run on {where}, torch {found['versions'].get('torch', '?')}, begun {found['started']}. Every run is a folder "
@@ -77,7 +70,8 @@ def write_study(found: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
-def _note(found: Mapping[str, Any]) -> str:
+def study_note(found: Mapping[str, Any]) -> str:
+    """One paragraph: what was run, what the numbers are, and what is not done yet."""
     seeds = max(arm["seeds"] for arm in found["arms"].values())
     longest = found["config"]["longest"]
     missing = found.get("missing", ())
