@@ -188,6 +188,9 @@ A = "model.layers.3.self_attn."
         (A + "f_a_proj.weight", torch.zeros(6), f"{A}f_a_proj.weight: found shape (6,), need two dimensions"),
         (A + "f_a_proj.weight", None, f"has {A}A_log but no {A}f_a_proj.weight"),
         (A + "A_log", torch.full((3,), math.nan), f"{A}A_log: found values that are not finite"),
+        (A + "A_log", torch.ones(3, dtype=torch.int64), f"{A}A_log: found torch.int64, need floating-point numbers"),
+        (A + "A_log", torch.ones(0), f"{A}A_log: found shape (0,), need at least one head"),
+        (A + "f_b_proj.weight", torch.ones(0, 6), f"{A}f_b_proj.weight: found shape (0, 6), need at least one head"),
         ("model.layers.3.input_layernorm.weight", torch.ones(3), "input_layernorm.weight: found shape (3,), need [20]"),
     ],
 )
@@ -198,6 +201,36 @@ def test_gates_that_do_not_fit_are_named(tmp_path: Path, name: str, tensor: torc
         softplus_to_bounded(source, tmp_path / "b.safetensors")
     assert message in str(error.value) and "\n" not in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "config", "message"),
+    [
+        ({"gate_kind": "sideways"}, None, "gate_kind in its metadata: found 'sideways', need bounded or softplus"),
+        ({"gate_kind": "bounded", "g_min": "deep"}, None, "g_min in its metadata: found 'deep', need a number"),
+        (None, "[1, 2]", "config.json: is damaged (found a list, need a table)"),
+        (None, "{nope", "config.json: is damaged (Expecting property name"),
+    ],
+)
+def test_what_a_file_says_of_its_gates_in_no_known_way_is_refused(
+    tmp_path: Path, metadata: dict[str, str] | None, config: str | None, message: str
+) -> None:
+    source = softplus_file(tmp_path / "a.safetensors", "kimi")
+    if metadata is not None:
+        save_file(load_file(source), source, metadata)
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(ValueError) as error:
+        softplus_to_bounded(source, tmp_path / "b.safetensors")
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("name", "least"), [("tokens", 32), ("length", 2)])
+def test_too_little_text_is_told_before_anything_is_read(tmp_path: Path, name: str, least: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}: found {least - 1}, need at least {least}"):
+        softplus_to_bounded(tmp_path / "absent", tmp_path / "out", **{name: least - 1})  # type: ignore[arg-type]
 
 
 def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:

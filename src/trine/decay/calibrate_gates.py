@@ -147,7 +147,13 @@ def file_kind(file: GateFile) -> tuple[str | None, float | None]:
     """(gate kind, bound) that the file's metadata or a ``config.json`` beside it state; None where they are silent."""
     kind = file.metadata.get("gate_kind")
     if kind is not None:
-        return kind, float(file.metadata["g_min"]) if "g_min" in file.metadata else None
+        told = file.metadata.get("g_min")
+        if kind not in ("bounded", "softplus"):
+            raise ValueError(f"{file.path}: gate_kind in its metadata: found {kind!r}, need bounded or softplus")
+        try:
+            return kind, None if told is None else float(told)
+        except ValueError as error:
+            raise ValueError(f"{file.path}: g_min in its metadata: found {told!r}, need a number") from error
     config = file.path.parent / "config.json"
     if not config.is_file():
         return None, None
@@ -155,6 +161,8 @@ def file_kind(file: GateFile) -> tuple[str | None, float | None]:
         values = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{config}: is damaged ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{config}: is damaged (found a {type(values).__name__}, need a table)")
     for place in _tables(values):
         bound = place.get("gate_lower_bound", place.get("lower_bound"))
         if place.get("safe_gate") is False:

@@ -89,12 +89,15 @@ def softplus_to_bounded(
 
     Raises:
         ValueError: no gates, gates that are bounded already, shapes that do not fit, ``out`` exists, a bound without
-            room in the operator's tile.
+            room in the operator's tile, too few tokens.
         trine.train.errors.RunError: no run, a damaged one, or a full disk.
     """
     source, out = Path(source), Path(out)
     if not -MAX_TILE_LOG_RANGE / TILE < g_min < 0:
         raise ValueError(f"g_min: found {g_min:g}, need more than {-MAX_TILE_LOG_RANGE / TILE:g} and less than 0")
+    for name, count, least in (("tokens", tokens, 32), ("length", length, 2)):
+        if count < least:
+            raise ValueError(f"{name}: found {count}, need at least {least}")
     if os.path.lexists(out):
         raise ValueError(f"{out}: exists already; nothing is overwritten, choose another name")
     if not out.absolute().parent.is_dir():

@@ -108,6 +108,11 @@ def read_gate(names: GateNames, tensors: Mapping[str, Tensor], what: str) -> Gat
     for name, tensor in ((names.down, down), (names.up, up)):
         if tensor.ndim != 2:
             raise refuse(name, tensor, "two dimensions")
+    for name, tensor in ((names.A_log, A_log), (names.dt_bias, dt_bias), (names.down, down), (names.up, up)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"{what}: {name}: found {tensor.dtype}, need floating-point numbers")
+        if not tensor.numel():
+            raise refuse(name, tensor, "at least one head, channel and rank")
     inner = up.shape[0]
     gain = tensors.get(names.output_gain)
     if dt_bias.ndim == 2:
