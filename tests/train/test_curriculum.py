@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -210,7 +211,7 @@ if rank == 0:
 dist.destroy_process_group()
 """
 
-# Ends itself with SIGKILL at the n-th of some moments: a flush inside a save, a micro-batch, a stage's beginning.
+# Sends itself a signal at the n-th of some moments: a flush inside a save, a micro-batch, a stage's beginning.
 KILLED = """
 import json, os, signal, sys
 import torch
@@ -218,16 +219,17 @@ torch.set_num_threads(1)
 from trine.train import checkpoint, machine
 from trine.train.callbacks import Callback
 from trine.train.config import train_from_dict
+from trine.train.errors import Interrupted
 from trine.train.loop import train
 from trine.model import Model
 
-where, left = sys.argv[2], [int(sys.argv[3])]
+where, left, number = sys.argv[2], [int(sys.argv[3])], int(sys.argv[4])
 
 def moment(name):
     if name == where:
         left[0] -= 1
         if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
 
 def before(name, work):
     def first(*args, **more):
@@ -245,18 +247,25 @@ checkpoint._flush = before("save", checkpoint._flush)
 Model.loss = before("window", Model.loss)
 machine.busy_warning = lambda: None
 machine.prepare_machine = lambda threads: {"allocator": False, "flush_denormal": False, "threads": 1}
-train(train_from_dict(json.loads(sys.argv[1])), callbacks=[Stages()])
+try:
+    train(train_from_dict(json.loads(sys.argv[1])), callbacks=[Stages()])
+except Interrupted as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
 """
 MOMENTS = {"save": 5 * 7, "window": 2 * 12, "transition": 2}  # how often each comes in the run of these tests
 
 
-def killed(config: TrainConfig, where: str, number: int) -> bool:
-    """Go on with a run until the n-th of these moments kills it; whether it was reached."""
+def killed(config: TrainConfig, where: str, number: int, by: signal.Signals = signal.SIGKILL) -> bool:
+    """Go on with a run until the n-th of these moments ends it; whether it was reached."""
     resume = (Path(config.runs) / config.run / "run.json").exists()
     values = json.dumps(train_to_dict(dataclasses.replace(config, resume=resume)))
-    done = subprocess.run([sys.executable, "-c", KILLED, values, where, str(number)], capture_output=True, text=True)
-    assert done.returncode in (0, -9), done.stderr
-    return done.returncode == -9
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, values, where, str(number), str(int(by))], capture_output=True, text=True
+    )
+    ended = -9 if by == signal.SIGKILL else 130
+    assert done.returncode in (0, ended), done.stderr
+    return done.returncode == ended
 
 
 def whole(config: TrainConfig) -> None:
@@ -277,6 +286,63 @@ def test_killed_and_resumed_equals_uninterrupted(config: TrainConfig, moments: t
     train(dataclasses.replace(cut, resume=True))
     whole(cut)
     same(config, "straight", "cut")
+
+
+@pytest.mark.parametrize(("where", "number"), [("save", 9), ("transition", 1), ("window", 15)])
+def test_a_polite_end_saves_and_loses_nothing(config: TrainConfig, where: str, number: int) -> None:
+    """SIGTERM inside the second save, as the second stage begins, between the micro-batches of step 8."""
+    train(dataclasses.replace(config, run="straight"))
+    cut = dataclasses.replace(config, run="cut", background_save=where != "save")
+    assert killed(cut, where, number, signal.SIGTERM)
+    steps = [step for step, _ in list_checkpoints(Path(cut.runs) / "cut" / "checkpoints")]
+    assert steps[-1] == {"save": 4, "transition": 6, "window": 7}[where]
+    (event,) = [one for one in lines(cut, "cut", "events.jsonl") if one["kind"] == "interrupted"]
+    assert (event["signal"], event["step"]) == (15, steps[-1])
+    train(dataclasses.replace(cut, resume=True))
+    whole(cut)
+    same(config, "straight", "cut")
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_disk_that_fills_while_a_run_saves(config: TrainConfig, background: bool) -> None:
+    """The kernel refuses to let files grow beyond a limit in the middle of the save of step 4; with room it goes on."""
+    train(dataclasses.replace(config, run="straight"))
+    cut = dataclasses.replace(config, run="cut", background_save=background)
+    values = json.dumps(train_to_dict(cut))
+    done = subprocess.run([sys.executable, "-c", FULL, values], capture_output=True, text=True, cwd=config.runs)
+    assert done.returncode == 1, done.stderr
+    assert "step-000004: cannot be saved (" in done.stderr and "step-000002 is intact" in done.stderr
+    folder = Path(cut.runs) / "cut" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-000002"]
+    train(dataclasses.replace(cut, resume=True))
+    whole(cut)
+    same(config, "straight", "cut")
+
+
+FULL = """
+import json, resource, sys
+import torch
+torch.set_num_threads(1)
+from trine.train import machine
+from trine.train.callbacks import Callback
+from trine.train.config import train_from_dict
+from trine.train.errors import RunError
+from trine.train.loop import train
+
+class Full(Callback):
+    name = "full"
+    def on_save(self, trainer, path):
+        size = (path / "optimizer.safetensors").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY))
+
+machine.busy_warning = lambda: None
+machine.prepare_machine = lambda threads: {"allocator": False, "flush_denormal": False, "threads": 1}
+try:
+    train(train_from_dict(json.loads(sys.argv[1])), callbacks=[Full()])
+except RunError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
 
 
 @pytest.mark.slow
