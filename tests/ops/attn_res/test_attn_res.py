@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -153,6 +155,17 @@ def test_a_source_of_zeros_has_a_zero_key_without_an_epsilon(backend: str, dtype
     torch.testing.assert_close(weights[1], torch.sigmoid(score).squeeze(-1), rtol=1e-5, atol=1e-6)
     h.sum().backward()
     assert all(source.grad is not None and source.grad.isfinite().all() for source in sources)
+
+
+@pytest.mark.usefixtures("card_tiles")
+def test_few_calls_on_a_card_for_any_number_of_tokens(dispatched: Callable[[Callable[[], object]], int]) -> None:
+    counts = []
+    for tokens in (40, 4000):
+        sources = [torch.randn(tokens, 64, requires_grad=True) for _ in range(5)]
+        query, gain = torch.randn(64, requires_grad=True), torch.ones(64, requires_grad=True)
+        dh = torch.randn(tokens, 64)
+        counts.append(dispatched(lambda: forward_backward(sources, query, gain, dh)))  # noqa: B023
+    assert counts[0] == counts[1] <= 30 * 5 + 60  # 30 a source, most of them views
 
 
 def test_golden_errors() -> None:

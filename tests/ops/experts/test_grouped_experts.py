@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from trine.ops import BackendUnavailable
+from trine.ops import BackendUnavailable, _tiles
 from trine.ops.experts import grouped_experts, torch_grouped
 from trine.ops.experts.torch_grouped import divide, lay_out
 
@@ -87,6 +89,40 @@ def test_equals_the_loop(name: str, call_cost: int | None, monkeypatch: pytest.M
             assert one.dtype == dtype and one.shape == other.shape
             error = float((one.double() - other).norm())
             assert error <= tolerance * max(1e-30, float(other.norm())), (what, error)
+
+
+@pytest.mark.parametrize("call_cost", [None, 30_000], ids=["rule", "groups"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("card_tiles")
+def test_a_cards_division_equals_the_loop(name: str, call_cost: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if call_cost is not None:
+        monkeypatch.setattr(torch_grouped, "_CARD_COSTS", (call_cost, *torch_grouped._CARD_COSTS[1:]))
+        monkeypatch.setattr(_tiles, "CARD", 100)
+    make, tokens, experts, k, latent, inner = CASES[name]
+    ids_TK = make(tokens, experts, k)
+    values = inputs(ids_TK, experts, latent, inner)
+    for one, other in zip(run(values, ids_TK, "torch"), run(values, ids_TK, "reference"), strict=True):
+        assert float((one - other).norm()) <= 1e-10 * max(1e-30, float(other.norm()))
+
+
+@pytest.mark.parametrize("make", [distinct, skewed, with_nowhere, one_gets_all])
+@pytest.mark.usefixtures("card_tiles")
+def test_few_calls_on_a_card_for_any_number_of_tokens(
+    make: Callable[[int, int, int], Tensor], dispatched: Callable[[Callable[[], object]], int]
+) -> None:
+    counts = []
+    for tokens in (50, 2000):
+        ids_TK = make(tokens, 32, 3)
+        values = inputs(ids_TK, 32, 16, 12, torch.float32)
+        counts.append(dispatched(lambda: run(values, ids_TK, "torch")))  # noqa: B023
+    assert max(counts) <= 220 and counts[1] <= counts[0] + 20  # in a padded layout or not
+
+
+@pytest.mark.usefixtures("card_tiles")
+def test_ids_that_the_check_did_not_read_are_refused_by_the_layout() -> None:
+    for ids, message in (([[0, 4]], "0 ids below -1 and 1 above 3"), ([[-2, -3]], "2 ids below -1 and 0 above 3")):
+        with pytest.raises(ValueError, match=f"ids_TK: found {message}, need none"):
+            lay_out(torch.tensor(ids), 4, 8, 8)
 
 
 def test_gradcheck() -> None:
@@ -225,6 +261,18 @@ def test_uneven_tiny_experts_share_products_with_those_of_like_load() -> None:
     assert all(rows == max(loads[e] for e in ids) for ids, rows in groups)
     slots = sum(len(ids) * rows for ids, rows in groups)
     assert len(groups) <= 6 and slots <= 1.05 * sum(loads)
+
+
+def test_a_card_takes_few_products_and_bounded_padding() -> None:
+    """64 experts of the 130m preset and 32 768 pairs: loads like those of a balanced router, then worse ones."""
+    even = [400 + 7 * (e % 32) for e in range(64)]
+    assert divide(even, 320, 384, card=True) == [(list(range(64)), max(even))]
+    powers = [32 * 2 ** (e % 8) for e in range(64)]
+    one_has_most = [8192] + [390] * 63
+    for loads, most in ((powers, 5), (one_has_most, 2)):
+        groups = divide(loads, 320, 384, card=True)
+        assert sorted(e for ids, _ in groups for e in ids) == list(range(64)) and len(groups) <= most
+        assert sum(len(ids) * rows for ids, rows in groups) <= 2 * sum(loads)
 
 
 def test_no_load_no_product() -> None:

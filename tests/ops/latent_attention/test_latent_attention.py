@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -300,6 +301,21 @@ def test_memory_is_linear_in_tokens(form: str) -> None:
         kept.append(sum(sizes))
         assert watch.numel <= max(plan.CPU.scratch, tokens * 64)
     assert kept[1] <= 2.05 * kept[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("card_tiles")
+def test_few_calls_on_a_card(form: str, dispatched: Callable[[Callable[[], object]], int]) -> None:
+    """None more for more documents of like length; a step of 512 tokens of the longest one adds a tile."""
+
+    def count(lengths: list[int]) -> int:
+        case = Case.make(sum(lengths), dtype=torch.float32, heads=2)
+        return dispatched(lambda: case.run(lengths, form=form))
+
+    few, many = count([200]), count([100, 200, 150, 7, 256, 1, 0, 256, 250])
+    assert many <= few + 60 and few <= 350  # 60: rows moved to a padded layout and back
+    short, long = count([1024]), count([2048])
+    assert long - short <= 2 * 130
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -215,6 +217,20 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(
         lambda *a: short_conv(a[0], a[1], cu_seqlens=offsets([1, 6]), window_NWC=a[2])[0], (x, weight, window)
     )
+
+
+@pytest.mark.usefixtures("card_tiles")
+def test_few_calls_on_a_card_for_any_number_of_tokens(dispatched: Callable[[Callable[[], object]], int]) -> None:
+    counts = []
+    for documents in (2, 100):
+        x, weight = torch.randn(1, 40 * documents, 64, requires_grad=True), torch.randn(64, 4, requires_grad=True)
+        cu, dy = offsets([40] * documents), torch.randn_like(x)
+
+        def call(x: Tensor = x, weight: Tensor = weight, cu: Tensor = cu, dy: Tensor = dy) -> object:
+            return torch.autograd.grad(short_conv(x, weight, cu_seqlens=cu)[0], [x, weight], dy)
+
+        counts.append(dispatched(call))
+    assert counts[0] == counts[1] <= 200
 
 
 def test_golden_errors() -> None:

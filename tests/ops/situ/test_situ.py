@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -126,6 +128,15 @@ def test_one_gradient_alone() -> None:
     assert torch.allclose(dgate, forward_backward(gate, up, torch.ones(9))[1])
     (dup,) = torch.autograd.grad(situ_glu(up, gate).sum(), [gate])
     assert torch.allclose(dup, forward_backward(up, gate, torch.ones(9))[2])
+
+
+@pytest.mark.usefixtures("card_tiles")
+def test_few_calls_on_a_card_for_any_number_of_tokens(dispatched: Callable[[Callable[[], object]], int]) -> None:
+    counts = []
+    for tokens in (40, 4000):
+        gate, up, dy = (torch.randn(tokens, 64) for _ in range(3))
+        counts.append(dispatched(lambda: forward_backward(gate, up, dy)))  # noqa: B023
+    assert counts[0] == counts[1] <= 50
 
 
 def test_golden_errors() -> None:

@@ -41,13 +41,29 @@ def _apply(x_TK: Tensor, weight_KO: Tensor, out_TO: Tensor, block: int) -> None:
         out_TO[done:] = torch.bmm(tail, weight_KO.unsqueeze(0))[0, : x_TK.shape[0] - done]
 
 
+def _filled(x: Tensor, block: int) -> Tensor:
+    """``x`` with zeros appended up to ``block`` rows."""
+    rest = block - x.shape[0]
+    return torch.cat([x, x.new_zeros(rest, *x.shape[1:])]) if rest else x
+
+
+def _apply_heads(x_THK: Tensor, weight_HKO: Tensor, out_THO: Tensor, block: int) -> None:
+    """out[:, h] = x[:, h] @ weight[h]: a product a head, which reads rows in place, or on a card all heads in one."""
+    if not _tiles.on_card(x_THK.device):
+        for h in range(weight_HKO.shape[0]):
+            _apply(x_THK[:, h], weight_HKO[h], out_THO[:, h], block)
+        return
+    for start in range(0, x_THK.shape[0], block):
+        out = out_THO[start : start + block]
+        x = _filled(x_THK[start : start + block], block)
+        out.copy_(torch.bmm(x.transpose(0, 1), weight_HKO).transpose(0, 1)[: out.shape[0]])
+
+
 def _weight_gradient(dy_THO: Tensor, x_THK: Tensor, block: int) -> Tensor:
     """sum_t dy[t, h] x[t, h]^T for each head, as a running sum over blocks of tokens."""
     total_HOK = dy_THO.new_zeros(dy_THO.shape[1], dy_THO.shape[2], x_THK.shape[2])
     for start in range(0, dy_THO.shape[0], block):
-        dy, x = dy_THO[start : start + block], x_THK[start : start + block]
-        if dy.shape[0] < block:
-            dy, x = (torch.cat([r, r.new_zeros(block - r.shape[0], *r.shape[1:])]) for r in (dy, x))
+        dy, x = (_filled(rows[start : start + block], block) for rows in (dy_THO, x_THK))
         total_HOK.baddbmm_(dy.permute(1, 2, 0), x.transpose(0, 1))
     return total_HOK
 
@@ -62,8 +78,7 @@ class _HeadLinear(torch.autograd.Function):
         if x.ndim == 2:
             _apply(x, weight_HOK.reshape(-1, channels).t(), y_THO.flatten(1), block)
         else:
-            for h in range(heads):
-                _apply(x[:, h], weight_HOK[h].t(), y_THO[:, h], block)
+            _apply_heads(x, weight_HOK.mT, y_THO, block)
         ctx.save_for_backward(x, weight_HOK)
         ctx.block = block
         return y_THO
@@ -88,8 +103,7 @@ class _HeadLinear(torch.autograd.Function):
             return dx, dweight, None
         dy_THO = dy_THO.contiguous()
         if dx is not None:
-            for h in range(heads):
-                _apply(dy_THO[:, h], weight_HOK[h], dx[:, h], ctx.block)
+            _apply_heads(dy_THO, weight_HOK, dx, ctx.block)
         if ctx.needs_input_grad[1]:
             dweight = _weight_gradient(dy_THO, x, ctx.block)
         return dx, dweight, None

@@ -36,7 +36,7 @@ class Tiling(NamedTuple):
 
 
 CPU = Tiling(64, 64, 512, 1 << 18)
-CARD = Tiling(64, 512, 2048, _tiles.CARD)
+CARD = Tiling(256, 512, 2048, _tiles.CARD)
 
 
 def tiles(rows: int, tiling: Tiling) -> Iterator[tuple[int, int]]:

@@ -20,7 +20,7 @@ class _SituGlu(torch.autograd.Function):
         ctx.betas = (beta, linear_beta)
         dtype = _work_dtype(gate_TF, up_TF)
         y_TF = torch.empty(gate_TF.shape, dtype=dtype, device=gate_TF.device)
-        for rows in row_tiles(*gate_TF.shape, gate_TF.device):
+        for rows in row_tiles(gate_TF.shape[0], gate_TF.shape[1], gate_TF.device):
             gate, up, y = gate_TF[rows].to(dtype), up_TF[rows].to(dtype), y_TF[rows]
             t = torch.mul(gate, 1.0 / beta).tanh_().mul_(torch.sigmoid(gate))
             torch.mul(up, 1.0 / linear_beta, out=y).tanh_().mul_(t).mul_(beta * linear_beta)
@@ -35,7 +35,7 @@ class _SituGlu(torch.autograd.Function):
         dtype = _work_dtype(gate_TF, up_TF)
         one = torch.ones((), dtype=dtype, device=gate_TF.device)
         dgate_TF, dup_TF = _new_like(gate_TF, need_gate), _new_like(up_TF, need_up)
-        for rows in row_tiles(*gate_TF.shape, gate_TF.device):
+        for rows in row_tiles(gate_TF.shape[0], gate_TF.shape[1], gate_TF.device):
             gate, up, dy = (x[rows].to(dtype) for x in (gate_TF, up_TF, dy_TF))
             t, s = torch.mul(gate, 1.0 / beta).tanh_(), torch.sigmoid(gate)
             c = torch.mul(up, 1.0 / linear_beta).tanh_()
