@@ -465,13 +465,13 @@ def test_launches_that_exist_for_the_diagonal_alone() -> None:
     assert only_in(unbounded, bounded) == [("token pairs", 0.25), ("substitute", pytest.approx(50 / 600))]
     text, facts = diagonal_text(unbounded, bounded)
     assert text.startswith(
-        "bounded 0.400 ms, unbounded 0.600 ms; 33% of it in launches for the diagonal alone: token pairs"
+        "bounded 0.400 ms, unbounded 0.600 ms; 33% of it in launches that only gates without a bound need: token pairs"
     )
     assert facts["only_unbounded"]["token pairs"] == 0.25
     assert diagonal_text(bounded, bounded)[0].endswith("the same launches")
-    other = diagonal_text(unbounded, {**bounded, "sub-tiles": 100.0, "x" * 90: 0.0})[0]
-    assert "substitute (8%); bounded gates launch instead: sub-tiles (20%), " in other
-    assert "x" * 58 not in other
+    other = diagonal_text(unbounded, {**bounded, "sub-tiles": 100.0, "x" * 90: 50.0, "fill": 0.1})[0]
+    assert "substitute (8%); bounded gates launch instead: sub-tiles (18%), " in other
+    assert other.endswith(", " + "x" * 57 + "... (9%), 1 smaller")
     assert diagonal_text({}, bounded)[0] == "the profiler saw no launches"
 
 

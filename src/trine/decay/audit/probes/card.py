@@ -49,7 +49,7 @@ def diagonal_text(unbounded: Mapping[str, float], bounded: Mapping[str, float]) 
     times = f"bounded {sum(bounded.values()) / 1e3:.3f} ms, unbounded {sum(unbounded.values()) / 1e3:.3f} ms"
     if not extra:
         return f"{times}; the same launches", facts
-    text = f"{times}; {_share(extra)} of it in launches for the diagonal alone: {_named(extra)}"
+    text = f"{times}; {_share(extra)} of it in launches that only gates without a bound need: {_named(extra)}"
     # What bounded gates launch in their place belongs to a fair account.
     return text + (f"; bounded gates launch instead: {_named(instead)}" if instead else ""), facts
 
@@ -59,9 +59,10 @@ def _share(launches: Sequence[tuple[str, float]]) -> str:
 
 
 def _named(launches: Sequence[tuple[str, float]]) -> str:
-    """The largest six, names of templates cut short."""
-    said = [f"{name if len(name) <= 60 else name[:57] + '...'} ({share:.0%})" for name, share in launches[:6]]
-    return ", ".join([*said, f"{len(launches) - 6} more"] if len(launches) > 6 else said)
+    """The largest six that have half a percent or more, names of templates cut short."""
+    shown = [one for one in launches[:6] if one[1] >= 0.005]
+    said = [f"{name if len(name) <= 60 else name[:57] + '...'} ({share:.0%})" for name, share in shown]
+    return ", ".join([*said, f"{len(launches) - len(said)} smaller"] if len(launches) > len(said) else said)
 
 
 def judge_cliff(times: Sequence[tuple[float, float]]) -> Measure:
