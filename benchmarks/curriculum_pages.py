@@ -1,11 +1,11 @@
 """Put what was measured of the curriculum into docs: the study, and the run of the recall recipe.
 
     python benchmarks/curriculum_pages.py study runs/study-curriculum
-    python benchmarks/curriculum_pages.py recall runs/recall [--minutes 2.4] [--busy]
+    python benchmarks/curriculum_pages.py recall runs/recall [--minutes 2.4] [--busy]   (or a run of recall_long.toml)
     python benchmarks/curriculum_pages.py pages
 
 The first two write a record into benchmarks/results and then the pages, the last only the pages, from the newest
-records: the parts between ``<!-- study -->`` or ``<!-- recall -->`` and the line that closes them in
+records: the parts between ``<!-- study -->``, ``<!-- recall -->`` or ``<!-- recall-long -->`` and what closes them in
 docs/curriculum.md and docs/evaluation.md, and docs/images/curriculum-study.png.
 """
 
@@ -51,9 +51,10 @@ def recall_record(run: Path, minutes: float | None, quiet: bool) -> dict[str, An
     found = json.loads((run / "eval.json").read_text(encoding="utf-8"))
     events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    longest = about["plan"][-1]["stage"]["length"]
     return {
-        "benchmark": "recall_run",
-        "case": "trine train --preset recall: steps x row length "
+        "benchmark": "recall_run" if longest == 1_024 else "recall_long",
+        "case": "recall: steps x row length "
         + ", ".join(f"{part['steps']} x {part['stage']['length']}" for part in about["plan"]),
         "impl": "trine",
         "command_minutes": minutes,
@@ -64,7 +65,7 @@ def recall_record(run: Path, minutes: float | None, quiet: bool) -> dict[str, An
         "quiet": quiet,
         "threads": about["threads"],
         "versions": about["versions"],
-        "hardware": about["hardware"]["cpu"],
+        "hardware": about["hardware"]["gpus"][0]["name"] if about["hardware"].get("gpus") else about["hardware"]["cpu"],
         "date": about["started"][:10],
     }
 
@@ -125,6 +126,7 @@ def pages() -> None:
     parts = (
         ("curriculum_study", "curriculum.md", "study", study_page),
         ("recall_run", "evaluation.md", "recall", recall_page),
+        ("recall_long", "evaluation.md", "recall-long", recall_page),
     )
     for benchmark, page, name, text in parts:
         row = newest(benchmark)

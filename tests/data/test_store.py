@@ -29,6 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_added_listed_and_loaded_by_name(here: Path) -> None:
     added = add("mine", ["texts"], licence="MIT")
     assert (added.documents, added.bytes) == (2, 1500 + 6 + 1500)
+    assert added.dropped == (Dropped("c.bin", "binary (a NUL byte)"),), "told when it is added"
     assert stored("mine") == added and stored_names() == ["mine"]
     assert Path(STORE, "mine.json").is_file() and not list(Path(STORE).glob(".*"))
     corpus = load_source("mine", one_in=3)

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,10 +138,11 @@ class StoredSource:
                     "bring the old content back, or add the source again"
                 )
         texts, dropped = read(self.reading, [(file.name, Path(file.path)) for file in self.files])
-        earlier = [one for one in self.dropped if one not in dropped]
-        return make_corpus(
-            *(self.name, texts), licence=self.licence, dropped=[*earlier, *dropped], origin=self.origin, one_in=one_in
+        corpus = make_corpus(
+            *(self.name, texts), licence=self.licence, dropped=dropped, origin=self.origin, one_in=one_in
         )
+        earlier = [one for one in self.dropped if one not in corpus.dropped]
+        return replace_fields(corpus, dropped=(*earlier, *corpus.dropped))
 
 
 def read(reading: Reading, files: Sequence[tuple[str, Path]]) -> Named:
@@ -249,7 +251,7 @@ def add(
         files=tuple(SourceFile(n, str(path), path.stat().st_size, file_hash(path)) for n, path in files),
         documents=len(corpus.documents),
         bytes=sum(len(document.text.encode()) for document in corpus.documents),
-        dropped=tuple(sorted(dropped, key=lambda one: one.name)),
+        dropped=tuple(sorted(corpus.dropped, key=lambda one: one.name)),
         details=dict(details or {}),
     )
     try:
