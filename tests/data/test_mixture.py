@@ -266,7 +266,7 @@ def test_too_few_long_documents_in_a_later_stage_are_a_warning(two: Shards) -> N
     assert report.long_share == pytest.approx(by_hand) and by_hand < 0.4
     (warning,) = report.warnings
     assert warning == (
-        f"stage 1: {by_hand:.0%} of the tokens come from documents longer than the 16 tokens of the stage before, need "
+        f"stage 2: {by_hand:.0%} of the tokens come from documents longer than the 16 tokens of the stage before, need "
         "40% for rows of 32 to teach more than shorter ones; raise the share of long documents"
     )
     assert few.long_share is not None and (not few.warnings) == (few.long_share >= 0.4)
@@ -275,7 +275,7 @@ def test_too_few_long_documents_in_a_later_stage_are_a_warning(two: Shards) -> N
 
 def test_a_part_without_a_row_is_a_warning(two: Shards) -> None:
     plan = _plan(two, SourceShare("short", 1e-6), SourceShare("long"), steps=2)
-    assert plan.report().warnings == ("stage 0: mixture part short gets none of the 8 rows; its share is too small",)
+    assert plan.report().warnings == ("stage 1: mixture part short gets none of the 8 rows; its share is too small",)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -286,12 +286,12 @@ def test_a_source_read_too_often_is_refused_unless_allowed(two: Shards) -> None:
         _plan(two, SourceShare("short"), steps=400)
     part = _plan(two, SourceShare("short"), steps=400, allow_repeats=True).report().parts[0]
     assert str(caught.value) == (
-        f"stage 0: mixture part short would be read {part.epochs:.1f} times ({part.documents} documents, "
+        f"stage 1: mixture part short would be read {part.epochs:.1f} times ({part.documents} documents, "
         f"{part.available_tokens} tokens), need at most 4: add data, lower its share, or allow repeats"
     )
     once = int(part.available_tokens / 64)
     first = _plan(two, SourceShare("short"), steps=2 * once)
-    with pytest.raises(DataError, match=r"stage 1: mixture part short would be read 5\.\d times"):
+    with pytest.raises(DataError, match=r"stage 2: mixture part short would be read 5\.\d times"):
         _plan(two, SourceShare("short"), steps=4 * once, stage=1, before=(first,))
 
 

@@ -42,7 +42,7 @@ def test_numbers_before_and_after_each_stage(
     ]
     assert found[2]["change"] == pytest.approx(2.2 / 2.03 - 1) and found[0]["change"] is None
     assert found[0]["length"] == 24 and found[0]["unit"] == "bits per byte"
-    (line,) = [record.getMessage() for record in caplog.records if "stage 2" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "stage 3" in record.getMessage()]
     assert "bits per byte at 24 tokens went from 2.0300 to 2.2000 (+8.4 %)" in line
     assert guard.state_dict()["found"][1]["after"] == 2.03
 

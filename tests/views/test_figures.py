@@ -64,6 +64,13 @@ def test_learning_curve_draws_steps_baselines_and_the_held_out_result() -> None:
     assert low < 1.41 and high > 2.65
 
 
+def test_stages_are_counted_from_one_below_the_legend() -> None:
+    lines = [{**line, "stage": int(i >= 20)} for i, line in enumerate(steps(50))]
+    axes = figures.learning_curve(lines, EVALUATION).axes[0]
+    (label,) = [text for text in axes.texts if text.get_text().strip().startswith("stage")]
+    assert label.get_text() == " stage 2" and label.get_position() == (20_000, 0.02)
+
+
 def test_labels_of_close_levels_do_not_overlap() -> None:
     close = {"bits_per_byte": 1.8, "baselines": {"xz": 1.801, "ngram_best": 1.802, "gzip": 1.803}}
     axes = figures.learning_curve(steps(50), close).axes[0]

@@ -149,7 +149,7 @@ def test_sample_cannot_break_out_of_its_fence(report: Path) -> None:
 
 def test_plan_machine_and_data_are_told(report: Path) -> None:
     text = report.read_text()
-    assert "| 0 | 256 | 300 | 16,384 | 4,096 |" in text
+    assert "| 1 | 256 | 300 | 16,384 | 4,096 |" in text
     assert "AMD \\| EPYC, 2 usable cores" in text
     assert "data: stdlib (PSF-2.0), manifest `0123456789abcdef`" in text
     assert re.search(r"Median 7,\d{3} tokens a second\. Steps whose update was not applied: 1\.", text)

@@ -59,7 +59,7 @@ EVALUATION = {
 
 def test_rows() -> None:
     assert source_rows(EVALUATION) == [("books", "1.900", "3", "12,000"), ("code", "1.250", "40", "400,000")]
-    assert guard_rows(EVENTS) == [("0", "", "2.0000", ""), ("1", "2.0000", "2.1000", "+5.0 % (worse)")]
+    assert guard_rows(EVENTS) == [("1", "", "2.0000", ""), ("2", "2.0000", "2.1000", "+5.0 % (worse)")]
     headings, rows = task_rows(FAMILIES)
     assert headings == ("family", "chance", "512 tokens", "2K tokens")
     assert rows == [("passkey", "25.0 %", "75 %, 3.00", "0 %, 0.00"), ("latest", "25.0 %", "25 %, 0.50", "-")]

@@ -323,13 +323,13 @@ class MixturePlan(RowPlan):
 
     def _warnings(self, reports: Sequence[PartReport], long_share: float | None) -> list[str]:
         found = [
-            f"stage {self.stage}: {_name(part)} gets none of the {self._rows.count} rows; its share is too small"
+            f"stage {self.stage + 1}: {_name(part)} gets none of the {self._rows.count} rows; its share is too small"
             for part in reports
             if part.rows == 0
         ]
         if long_share is not None and self._before_length != self.row_length and long_share < LEAST_LONG:
             found.append(
-                f"stage {self.stage}: {long_share:.0%} of the tokens come from documents longer than the "
+                f"stage {self.stage + 1}: {long_share:.0%} of the tokens come from documents longer than the "
                 f"{self._before_length} tokens of the stage before, need {LEAST_LONG:.0%} for rows of "
                 f"{self.row_length} to teach more than shorter ones; raise the share of long documents"
             )
@@ -339,7 +339,7 @@ class MixturePlan(RowPlan):
         for part in self._report.parts:
             if part.rows and part.epochs_in_all > MOST_EPOCHS:
                 raise DataError(
-                    f"stage {self.stage}: {_name(part)} would be read {part.epochs_in_all:.1f} times "
+                    f"stage {self.stage + 1}: {_name(part)} would be read {part.epochs_in_all:.1f} times "
                     f"({part.documents} documents, {part.available_tokens} tokens), need at most {MOST_EPOCHS:g}: "
                     "add data, lower its share, or allow repeats"
                 )

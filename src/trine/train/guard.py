@@ -63,7 +63,7 @@ class ShortGuard(Callback):
         if worse:
             logger.warning(
                 "stage %d: %s at %d tokens went from %.4f to %.4f (%+.1f %%); keep a larger share of short rows",
-                *(stage, self.unit, self.length, before, after, 100 * (change or 0.0)),
+                *(stage + 1, self.unit, self.length, before, after, 100 * (change or 0.0)),
             )
 
     def state_dict(self) -> dict[str, Any]:

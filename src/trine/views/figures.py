@@ -191,7 +191,7 @@ def study(arms: Mapping[str, Record], words: Mapping[str, str]) -> Figure:
                 places, means, spread, color=colour, linestyle=style, marker="o", capsize=3, label=words.get(arm, arm)
             )
             speed = values["tokens_per_s"]
-            right.barh(index, speed["mean"], xerr=speed["deviation"] or 0.0, color=colour, height=0.6, capsize=3)
+            right.barh(index, speed["mean"], xerr=speed["deviation"], color=colour, height=0.6, capsize=3)
         left.set_xscale("log", base=2)
         left.set_xticks(places, [f"{place:,}" for place in places])
         left.set_xlabel("context, tokens")
@@ -295,11 +295,11 @@ def _mark_stages(axes: Axes, metrics: Sequence[Record]) -> None:
     for at in stage_starts(metrics):
         axes.axvline(metrics[at - 1]["tokens"], color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
         axes.text(
-            *(metrics[at - 1]["tokens"], 0.985, f" stage {metrics[at]['stage']}"),
+            *(metrics[at - 1]["tokens"], 0.02, f" stage {metrics[at]['stage'] + 1}"),
             transform=axes.get_xaxis_transform(),
             fontsize=7.5,
             color=GREY,
-            va="top",
+            va="bottom",
         )
 
 

@@ -88,7 +88,7 @@ def recall_heatmaps(families: Mapping[str, Sequence[Record]], value: str = "accu
     if gap:
         highest = max(0.5, *(cell["gap"] for cells in families.values() for cell in cells))
     with mpl.rc_context({**STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(2.45 * columns + 0.9, 2.15 * rows + 0.6), dpi=120, layout="constrained")
+        figure = Figure(figsize=(max(3.6, 2.45 * columns + 0.9), 2.15 * rows + 0.6), dpi=120, layout="constrained")
         grid: Any = figure.subplots(rows, columns, squeeze=False)
         image = None
         for axes, (name, cells) in zip(grid.flat, families.items(), strict=False):
@@ -99,7 +99,7 @@ def recall_heatmaps(families: Mapping[str, Sequence[Record]], value: str = "accu
         names = {"accuracy": "answers right", "token_accuracy": "answer tokens right", "gap": "evidence gap, nats"}
         figure.colorbar(image, ax=grid, label=names[value], shrink=0.7, aspect=30)
         figure.suptitle(
-            "Evidence in place against swapped" if gap else "Answers by depth of the evidence and length",
+            "Evidence in place against swapped" if gap else "Answers by depth and length",
             x=0.01, ha="left", fontsize=11, fontweight="bold",
         )  # fmt: skip
     return figure

@@ -231,7 +231,7 @@ def _plan(record: Record) -> str:
     config = record["config"]
     rows: list[Row] = [
         (
-            str(i),
+            str(i + 1),
             f"{span['stage']['length']:,}",
             f"{span['steps']:,}",
             f"{span['stage']['step_tokens']:,}",

@@ -118,7 +118,7 @@ def guard_rows(events: Sequence[Record]) -> list[Row]:
     found = {event["stage"]: event for event in events if event.get("kind") == "short_guard"}
     return [
         (
-            str(stage),
+            str(stage + 1),
             "" if one["before"] is None else f"{one['before']:.4f}",
             f"{one['after']:.4f}",
             "" if one["change"] is None else f"{100 * one['change']:+.1f} %{' (worse)' if one['worse'] else ''}",
