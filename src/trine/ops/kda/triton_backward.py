@@ -25,6 +25,7 @@ from trine.ops.kda.triton_backward_scan import join_kernel, scan_kernel, segment
 from trine.ops.kda.triton_config import CHUNK, LOG2E, Config, anchor, choose, segment_length
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
 from trine.ops.kda.triton_prepare import Factors, even_rows, make_problem, prepare
+from trine.ops.kda.triton_replay import Memory, new
 
 SCAN = Kernel(scan_kernel)
 SEGMENTS = Kernel(segment_kernel)
@@ -32,6 +33,7 @@ JOIN = Kernel(join_kernel)
 PAIRS = Kernel(pair_kernel)
 GRADIENT = Kernel(gradient_kernel)
 FINISH = Kernel(finish_kernel)
+MEMORY = Memory()
 
 
 class Gradients(NamedTuple):
@@ -238,6 +240,51 @@ def kda_backward(
     for name, tensor in (("output", output), ("d_output", d_output)):
         if tensor.shape != v.shape:
             raise ValueError(f"{name}: found shape {tuple(tensor.shape)}, need that of v, {tuple(v.shape)}")
+    error = None if cu_seqlens is None else error_words(q.device)
+
+    def plain() -> Gradients:
+        return _plain_backward(
+            *(q, k, v, gate, beta, output, d_output, d_final_state),
+            A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit,
+            beta_max=beta_max, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment=segment,
+            factors=factors, config=config, error=error,
+        )  # fmt: skip
+
+    made = (None,) * 4 if factors is None else (factors.wqk, factors.p, factors.a, factors.decay)
+    found, replayed = MEMORY.call(
+        (lower_bound, qk_norm, beta_is_logit, beta_max, scale, segment, config),
+        (q, k, v, gate, beta, output, d_output, d_final_state, A_log, dt_bias, initial_state, cu_seqlens, error, *made),
+        plain,
+        tuple,
+    )
+    return found if replayed is None else Gradients(*replayed)  # type: ignore[no-any-return,arg-type]
+
+
+def _plain_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    output: Tensor,
+    d_output: Tensor,
+    d_final_state: Tensor | None,
+    *,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float,
+    qk_norm: bool,
+    beta_is_logit: bool,
+    beta_max: float,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    segment: int | None,
+    factors: Factors | None,
+    config: BackwardConfig | None,
+    error: Tensor | None,
+) -> Gradients:
+    """``kda_backward`` with every decision taken anew."""
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     device = q.device
@@ -254,7 +301,7 @@ def kda_backward(
     cu = None if cu_seqlens is None else cu_seqlens.to(device).contiguous()
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return new(shape, dtype, device)
 
     length = segment_length(HV, K, V) if segment is None else segment
     segment = length if length < T else 0
@@ -272,7 +319,7 @@ def kda_backward(
             *(q, k, v, gate, beta),
             a_log=rate, dt_bias=bias, lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit,
             beta_max=beta_max, scale=scale, cu_seqlens=cu, config=factor_config(HV, K, V, q.dtype, v.dtype, qk_norm),
-            error=None if cu is None else error_words(device),
+            error=error,
         )  # fmt: skip
         factors = prepare(problem)
     w, q_plus, k_minus = factors.wqk.unbind(0)
@@ -280,7 +327,7 @@ def kda_backward(
     shift = anchor(lower_bound)
     states, d_states = (empty(slots, HV, VP, KP, dtype=operand) for _ in range(2))
     values, d_values = (empty(slots, HV, VP, CHUNK, dtype=operand) for _ in range(2))
-    d_state = None if state is None else torch.empty_like(state)
+    d_state = None if state is None else new(state.shape, state.dtype, device)
     places, leaving, d_leaving = N, None, None
     data = (v, d_output, w, q_plus, k_minus, a, p, decay, state, d_final, cu)
     if segment:
@@ -303,7 +350,7 @@ def kda_backward(
     del w, q_plus, k_minus, p, decay, factors, data  # the allocator gives their memory to the gradients
     top = 120 - shift - (0 if qk_norm else 8)
     dp, dm = (empty(slots, HV, CHUNK, CHUNK, dtype=operand) for _ in range(2))
-    rows, dv = empty(slots, HV, 7, CHUNK), torch.empty_like(v)
+    rows, dv = empty(slots, HV, 7, CHUNK), new(v.shape, v.dtype, device)
     PAIRS.launch(
         slots * HV,
         (
@@ -316,7 +363,7 @@ def kda_backward(
     del a, d_values
     blocks = KP // config.gradient_block
     dq = empty(B, T, HV, K, dtype=torch.float32 if HV != H else q.dtype)
-    dk, dgate, dbeta = torch.empty_like(dq), torch.empty_like(gate), torch.empty_like(beta)
+    dk, dgate, dbeta = (new(x.shape, x.dtype, device) for x in (dq, gate, beta))
     scratch, beta_parts = empty(slots, HV, KP), empty(slots, HV, blocks, CHUNK)
     bias_parts, rate_parts = empty(slots, HV, KP), empty(slots, HV, blocks)
     GRADIENT.launch(
@@ -341,8 +388,8 @@ def kda_backward(
         forms.gradient,
         device,
     )
-    d_rate = None if rate is None else torch.empty_like(rate)
-    d_bias = None if bias is None else torch.empty_like(bias)
+    d_rate = None if rate is None else new(rate.shape, rate.dtype, device)
+    d_bias = None if bias is None else new(bias.shape, bias.dtype, device)
     sums = KP // 16 if bias is not None else int(rate is not None)
     FINISH.launch(
         (slots + sums) * HV,

@@ -40,13 +40,12 @@ def forward_keeping(
     settings: Settings,
 ) -> tuple[Tensor, Tensor | None, Factors | None]:
     """Output, final state if wanted, and the factors if they are to be kept and fit the backward pass."""
-    out, final, saved = forward(
+    return forward(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=settings.lower_bound, qk_norm=settings.qk_norm,
         beta_is_logit=settings.beta_is_logit, beta_max=settings.beta_max, scale=settings.scale,
         initial_state=initial_state, output_final_state=settings.final, cu_seqlens=cu_seqlens,
-        plan=plan_of(q, settings),
+        plan=plan_of(q, settings), keep=factors_fit(q, v, settings),
     )  # fmt: skip
-    return out, final, saved.factors if factors_fit(q, v, settings) else None
 
 
 def plan_of(q: Tensor, settings: Settings) -> str:

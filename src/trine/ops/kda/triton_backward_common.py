@@ -84,8 +84,23 @@ def logistic(z, FAST: tl.constexpr):
 
 
 @triton.jit
+def logistic_and_slope(z, FAST: tl.constexpr):
+    """``(s, s (1 - s))`` of ``logistic``, where 1 - s is 2^z s: subtracting s from 1 would leave a saturated gate, with
+    s = 1 - 1e-4, a slope that is right to 1e-3 only.
+    """
+    power = exp2(z, FAST)
+    if FAST:
+        s = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        s = 1.0 / (1.0 + power)
+    return s, s * (tl.minimum(power, 1e30) * s)  # an infinite power has s = 0
+
+
+@triton.jit
 def load_beta(beta, at, exists, beta_max, BETA_LOGIT: tl.constexpr, FAST: tl.constexpr):
-    """Write strength of 32 tokens: ``(b, 1 - sigmoid)``; 0 in missing rows.
+    """Write strength of 32 tokens: ``(b, 1 - sigmoid)``, the second as the sigmoid of -x; b is 0 in missing rows.
 
     Strengths are kept at least 2^-24 from zero, the last bit that fp32 shows beside a strength of 1, so that a gradient
     may divide by them.
@@ -93,7 +108,7 @@ def load_beta(beta, at, exists, beta_max, BETA_LOGIT: tl.constexpr, FAST: tl.con
     raw = tl.load(beta + at, mask=exists, other=0.0).to(tl.float32)
     least: tl.constexpr = 5.960464477539063e-08
     if BETA_LOGIT:
-        slope = 1.0 - logistic(raw * -1.4426950408889634, FAST)
+        slope = logistic(raw * 1.4426950408889634, FAST)
         b = beta_max * logistic(raw * -1.4426950408889634, FAST)
     else:
         slope = raw * 0.0 + 1.0

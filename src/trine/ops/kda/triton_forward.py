@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trine.ops._errors import check_errors, error_words
 from trine.ops.kda.triton_config import MAX_CHANNELS, MAX_DECAY, choose
-from trine.ops.kda.triton_prepare import Factors, Problem, make_problem, prepare
+from trine.ops.kda.triton_prepare import Factors, make_problem, prepare
+from trine.ops.kda.triton_replay import Memory
 from trine.ops.kda.triton_scan import scan
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(slots=True)
-class Saved:
-    """What a backward pass may keep of a forward pass.
-
-    Attributes:
-        problem: the inputs as the kernels took them.
-        factors: every tile's W, Q+, K-, P, A diag(beta) and decay; large, a backward pass may drop and rebuild them.
-        initial: the initial states as the kernels took them.
-        segments: transposed states at the cuts between segments ``[cuts, HV, V, BK]`` fp32, None for a serial walk.
-    """
-
-    problem: Problem
-    factors: Factors
-    initial: Tensor | None
-    segments: Tensor | None
+MEMORY = Memory()
 
 
 def unsupported(q: Tensor, v: Tensor, gate_kind: str, lower_bound: float, *others: Tensor) -> str | None:
@@ -76,49 +63,59 @@ def forward(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     plan: str = "auto",
-) -> tuple[Tensor, Tensor | None, Saved]:
+    keep: bool = False,
+) -> tuple[Tensor, Tensor | None, Factors | None]:
     """Chunked KDA with the bounded gate (K3 report, arXiv 2607.24653, Eq. 1-5), no autograd.
 
     Shapes as in ``trine.ops.kda.kda``: q, k ``[B,T,H,K]``, v ``[B,T,HV,V]``, gate ``[B,T,HV,K]``, beta ``[B,T,HV]``,
     states ``[N,HV,K,V]`` fp32, one sequence a batch row or ``cu_seqlens [N+1]`` with B = 1. Returns the output in v's
-    dtype, the final states in fp32 if asked for, and what a backward pass may keep. Arguments are taken as checked;
-    values of ``cu_seqlens`` on the GPU are tested there (``trine.check_errors`` reads the result; at once with
-    ``TRINE_CHECK=1`` in the environment, except while a CUDA graph is captured).
+    dtype, the final states in fp32 if asked for, and with ``keep`` what the first kernel made of every tile, which a
+    backward pass may use. Arguments are taken as checked; values of ``cu_seqlens`` on the GPU are tested there
+    (``trine.check_errors`` reads the result; at once with ``TRINE_CHECK=1`` in the environment, except while a CUDA
+    graph is captured). The second call of a kind replays the first one's launches (``triton_replay``).
     """
-    heads, key_width = v.shape[2], q.shape[3]
-    if q.is_cuda and q.device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(q.device):
-            return forward(
-                *(q, k, v, gate, beta),
-                A_log=A_log,
-                dt_bias=dt_bias,
-                lower_bound=lower_bound,
-                qk_norm=qk_norm,
-                beta_is_logit=beta_is_logit,
-                beta_max=beta_max,
-                scale=scale,
-                initial_state=initial_state,
-                output_final_state=output_final_state,
-                cu_seqlens=cu_seqlens,
-                plan=plan,
-            )
-    config = choose(heads, key_width, v.shape[3], q.dtype, v.dtype, qk_norm, plan)
-    problem = make_problem(
-        *(q, k, v, gate, beta),
-        a_log=A_log,
-        dt_bias=dt_bias,
-        lower_bound=lower_bound,
-        qk_norm=qk_norm,
-        beta_is_logit=beta_is_logit,
-        beta_max=beta_max,
-        scale=key_width**-0.5 if scale is None else scale,
-        cu_seqlens=cu_seqlens,
-        config=config,
-        error=None if cu_seqlens is None else error_words(q.device),
-    )
-    factors = prepare(problem)
-    initial = None if initial_state is None else initial_state.float().contiguous()
-    out, final, segments = scan(problem, factors, initial, output_final_state, v.dtype)
+    device = q.device
+    error = None if cu_seqlens is None else error_words(device)
+
+    def plain() -> tuple[Tensor, Tensor | None, Factors | None]:
+        heads, key_width = v.shape[2], q.shape[3]
+        config = choose(heads, key_width, v.shape[3], q.dtype, v.dtype, qk_norm, plan)
+        problem = make_problem(
+            *(q, k, v, gate, beta),
+            a_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=lower_bound,
+            qk_norm=qk_norm,
+            beta_is_logit=beta_is_logit,
+            beta_max=beta_max,
+            scale=key_width**-0.5 if scale is None else scale,
+            cu_seqlens=cu_seqlens,
+            config=config,
+            error=error,
+        )
+        factors = prepare(problem)
+        initial = None if initial_state is None else initial_state.float().contiguous()
+        out, final = scan(problem, factors, initial, output_final_state, v.dtype)
+        return out, final, factors if keep else None
+
+    if q.is_cuda and device.index != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            found = plain()
+    else:
+        found, replayed = MEMORY.call(
+            (lower_bound, qk_norm, beta_is_logit, beta_max, scale, output_final_state, plan, keep),
+            (q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens, error),
+            plain,
+            _flat,
+        )
+        if replayed is not None:
+            made: Any = replayed  # tensors where the plain call gave tensors
+            found = made[0], made[1], Factors(*made[2:]) if keep else None
     if cu_seqlens is not None:
-        check_at_once(q.device)
-    return out, final, Saved(problem, factors, initial, segments)
+        check_at_once(device)
+    return found  # type: ignore[no-any-return]
+
+
+def _flat(found: tuple[Tensor, Tensor | None, Factors | None]) -> list[Tensor | None]:
+    out, final, factors = found
+    return [out, final] if factors is None else [out, final, factors.wqk, factors.p, factors.a, factors.decay]

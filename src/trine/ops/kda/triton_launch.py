@@ -19,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from trine.ops.kda.triton_replay import ACTIVE, register_kernel
+
 _TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -100,16 +102,15 @@ class Kernel:
 
         ``args`` are tensors, ``None`` (a null pointer) or numbers, in the kernel's order.
         """
+        if ACTIVE.recording is not None:
+            ACTIVE.recording.launched(self, grid, args, variant)
         if grid <= 0:
             return
         if self.interpreted:
             self.function[(grid,)](*args, *variant.constants)
             return
         index = device.index
-        entry = self._compiled.get((variant, index))
-        if entry is None:
-            entry = self._compiled[(variant, index)] = self._load(variant, index)
-        launch, function, metadata, cooperative, pdl, padding = entry
+        launch, function, metadata, cooperative, pdl, padding = self.loaded(variant, index)
         stream = torch._C._cuda_getCurrentRawStream(index)
         addresses = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
         # Grid, stream, function, two flags, two scratch buffers (these kernels have none), metadata, three hooks.
@@ -118,6 +119,13 @@ class Kernel:
             *addresses,
             *padding,
         )
+
+    def loaded(self, variant: Variant, index: int) -> tuple[Any, ...]:
+        """The launcher, function, metadata, two flags and padding of ``variant`` on device ``index``."""
+        entry = self._compiled.get((variant, index))
+        if entry is None:
+            entry = self._compiled[(variant, index)] = self._load(variant, index)
+        return entry
 
     def _load(self, variant: Variant, index: int) -> tuple[Any, ...]:
         """Compile for device ``index``, load the binary there and take the compiled launcher out of its wrapper."""
@@ -132,6 +140,9 @@ class Kernel:
             *(launcher.launch, compiled.function, compiled.packed_metadata),
             *(launcher.launch_cooperative_grid, launcher.launch_pdl, padding),
         )
+
+
+register_kernel(Kernel)
 
 
 def _gluon_source() -> Any:

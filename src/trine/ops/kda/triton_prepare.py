@@ -26,6 +26,7 @@ from torch import Tensor
 
 from trine.ops.kda.triton_config import CHUNK, LOG2E, Config, anchor
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
+from trine.ops.kda.triton_replay import new
 
 
 @triton.jit
@@ -425,7 +426,7 @@ def make_problem(
         cu_seqlens = cu_seqlens.to(q.device).contiguous()
         sequences, per_sequence = cu_seqlens.numel() - 1, 0
         slots = tokens // CHUNK + sequences
-        table = torch.empty(slots, dtype=torch.int32, device=q.device)
+        table = new((slots,), torch.int32, q.device)
         TABLE.launch(
             -(-slots // 256),
             (cu_seqlens, table, error, tokens, sequences, sequences.bit_length(), slots),
@@ -555,10 +556,10 @@ def prepare(problem: Problem) -> Factors:
     """Launch the first kernel. Allocates 6 K + 128 bytes a token and head in 16-bit factors."""
     config, device = problem.config, problem.q.device
     slots, heads, key_block = problem.slots, problem.heads, config.key_block
-    wqk = torch.empty((3, slots, heads, CHUNK, key_block), dtype=config.factor, device=device)
-    p = torch.empty((slots, heads, CHUNK, CHUNK), dtype=config.factor, device=device)
-    a = torch.empty((slots, heads, CHUNK, CHUNK), dtype=config.value, device=device)
-    decay = torch.empty((slots, heads, key_block), dtype=torch.float32, device=device)
+    wqk = new((3, slots, heads, CHUNK, key_block), config.factor, device)
+    p = new((slots, heads, CHUNK, CHUNK), config.factor, device)
+    a = new((slots, heads, CHUNK, CHUNK), config.value, device)
+    decay = new((slots, heads, key_block), torch.float32, device)
     align, shift = problem.align, float(anchor(problem.bound))
     q, k, gate, beta = problem.q, problem.k, problem.gate, problem.beta
     half = q.dtype.itemsize == k.dtype.itemsize == gate.dtype.itemsize == 2

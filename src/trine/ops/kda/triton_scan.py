@@ -24,6 +24,7 @@ from torch import Tensor
 from trine.ops.kda.triton_config import Config
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Variant, type_name
 from trine.ops.kda.triton_prepare import Factors, Problem
+from trine.ops.kda.triton_replay import new
 
 
 @triton.jit
@@ -352,20 +353,16 @@ def combine_variant(config: Config, index_dtype: torch.dtype | None, value_width
 
 def scan(
     problem: Problem, factors: Factors, initial: Tensor | None, output_final: bool, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Launch the walk: (output ``[B, T, HV, V]``, final states ``[N, HV, K, V]`` fp32 or None, segment states or None).
-
-    The third result is ``[cuts, HV, V, BK]`` fp32, the transposed state at each cut between segments, for a backward
-    pass that wants to start from them.
-    """
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the walk: output ``[B, T, HV, V]``, and final states ``[N, HV, K, V]`` fp32 if asked for."""
     config, device = problem.config, problem.q.device
     heads, width = problem.heads, problem.value_width
     batch = problem.v.shape[0]
     index = problem.cu.dtype if problem.cu is not None else None
-    out = torch.empty((batch, problem.tokens, heads, width), dtype=out_dtype, device=device)
+    out = new((batch, problem.tokens, heads, width), out_dtype, device)
     final = None
     if output_final:
-        final = torch.empty((problem.sequences, heads, problem.key_width, width), dtype=torch.float32, device=device)
+        final = new((problem.sequences, heads, problem.key_width, width), torch.float32, device)
     segment = config.segment
     segmented = 0 < segment < problem.tokens
     cuts, per_sequence = 0, 0
@@ -373,8 +370,8 @@ def scan(
     if segmented:
         per_sequence = -(-problem.tokens // segment) - 1
         cuts = problem.tokens // segment if index is not None else problem.sequences * per_sequence
-        enter = torch.empty((cuts, heads, width, config.key_block), dtype=torch.float32, device=device)
-        maps = torch.empty((cuts, heads, config.key_block, config.key_block), dtype=torch.float32, device=device)
+        enter = new((cuts, heads, width, config.key_block), torch.float32, device)
+        maps = new((cuts, heads, config.key_block, config.key_block), torch.float32, device)
     v, align = problem.v, problem.align
     v0, v1, v2, _ = v.stride()
     args = (
@@ -398,4 +395,4 @@ def scan(
         )
     variant = scan_variant(*shape, True, initial is not None, output_final)
     SCAN.launch((problem.sequences + cuts) * heads * blocks, args, variant, device)
-    return out, final, enter
+    return out, final

@@ -156,8 +156,7 @@ def launch(
         **data, a_log=None, dt_bias=None, lower_bound=-5.0, qk_norm=True, beta_is_logit=True, beta_max=1.0,
         scale=data["q"].shape[-1] ** -0.5, cu_seqlens=bounds, config=config, error=error,
     )  # fmt: skip
-    out, final, _ = scan(problem, prepare(problem), None, bounds is not None, data["v"].dtype)
-    return out, final
+    return scan(problem, prepare(problem), None, bounds is not None, data["v"].dtype)
 
 
 def configure(data: dict[str, Tensor], row: Row, segment: int) -> Config:

@@ -1,0 +1,148 @@
+"""Host time of KDA's calls on a card: microseconds until the call returns, while the device works behind it.
+
+    python benchmarks/kda_host.py [--repeats 300] [--profile] [--out FOLDER]
+    python benchmarks/kda_host.py --fake      on a CPU: every launch does nothing; nothing is written
+
+Medians of single asynchronous calls. ``autograd alone`` is a function of as many tensors that allocates gradients
+and launches nothing: what torch itself asks for, most of it for handing the backward pass to the device's thread.
+``one thread`` runs the backward pass on the calling thread (``torch.autograd.set_multithreading_enabled(False)``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import RESULTS, Record, write_records
+from torch import Tensor
+
+SHAPES = ((1, 64, 8, 128), (1, 1024, 16, 128))  # batch, tokens, heads, K = V
+BARS = {"kda forward": 60, "kda forward + backward": 200}
+
+
+def fake() -> None:
+    """Let CPU tensors take the kernels' path, with launchers that only look at their arguments."""
+    from trine.ops import kda as package
+    from trine.ops.kda.triton_launch import Kernel
+
+    def launcher(*_: Any) -> None:
+        return None
+
+    def load(self: Kernel, variant: Any, index: int) -> tuple[Any, ...]:
+        return (launcher, 0, (), False, False, (None,) * len(variant.constants))
+
+    Kernel._load = load  # type: ignore[method-assign]
+    torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
+    package._choice.why_no_card = lambda q: None
+
+
+class Alone(torch.autograd.Function):
+    """As many tensors in and out as the operator has, gradients allocated, nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        out = torch.empty_like(tensors[2])
+        ctx.save_for_backward(*tensors, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:7])
+
+
+def calls_of(batch: int, tokens: int, heads: int, width: int, device: str) -> dict[str, Callable[[], object]]:
+    """The calls to time, by name."""
+    from trine.ops.kda import kda
+    from trine.ops.kda.triton_backward import kda_backward
+    from trine.ops.kda.triton_forward import forward
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).bfloat16()
+
+    streams = [normal(batch, tokens, heads, width) for _ in range(4)]
+    data = dict(zip(("q", "k", "v", "gate"), streams, strict=True)) | {"beta": normal(batch, tokens, heads)}
+    data |= {"A_log": torch.zeros(heads, device=device), "dt_bias": torch.zeros(heads, width, device=device)}
+    leaves = {name: x.clone().requires_grad_() for name, x in data.items()}
+    upstream, wanted = normal(batch, tokens, heads, width), list(leaves.values())
+    out = normal(batch, tokens, heads, width)
+    parameters = {name: data[name] for name in ("A_log", "dt_bias")}
+    bounds = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=device)
+
+    def both(**options: Any) -> object:
+        return torch.autograd.grad(kda(**leaves, **options)[0], wanted, upstream)
+
+    def one_thread() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return both()
+
+    return {
+        "kernels forward": lambda: forward(**data),
+        "kda forward": lambda: kda(**data),
+        "kda forward packed": lambda: kda(**data, cu_seqlens=bounds),
+        "kda forward, to be differentiated": lambda: kda(**leaves),
+        "kernels backward": lambda: kda_backward(*streams, data["beta"], out, upstream, **parameters),
+        "kda forward + backward": both,
+        "kda forward + backward, one thread": one_thread,
+        "kda forward + backward, save=factors": lambda: both(save="factors"),
+        "autograd alone": lambda: torch.autograd.grad(Alone.apply(*wanted), wanted, upstream),
+    }
+
+
+def host_us(call: Callable[[], object], repeats: int, wait: Callable[[], None]) -> tuple[float, float]:
+    """Best and median microseconds of one call; the device catches up every 16 calls, outside the time."""
+    for _ in range(5):
+        call()
+    samples = []
+    for i in range(repeats):
+        if i % 16 == 0:
+            wait()
+        start = time.perf_counter()
+        call()
+        samples.append(1e6 * (time.perf_counter() - start))
+    wait()
+    return min(samples), statistics.median(samples)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--fake", action="store_true", help="no-op launches on the CPU")
+    parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.fake:
+        fake()
+    elif not torch.cuda.is_available():
+        parser.error("needs a CUDA card, or --fake")
+    wait = (lambda: None) if options.fake else torch.cuda.synchronize
+    records = []
+    for shape in SHAPES:
+        case = "host B{} T{} H{} K{}".format(*shape)
+        for name, call in calls_of(*shape, device="cpu" if options.fake else "cuda").items():
+            best, median = host_us(call, options.repeats, wait)
+            bar = f"   bar {BARS[name]}" if name in BARS else ""
+            print(f"{case:24s} {name:40s} median {median:7.1f} us   best {best:7.1f}{bar}", flush=True)
+            note = "wall time of an asynchronous call" + (f"; bar {BARS[name]} us" if name in BARS else "")
+            records.append(Record("kda_host", case, name, ms=best / 1e3, median_ms=median / 1e3, note=note))
+            if options.profile and name in BARS:
+                profile = cProfile.Profile()
+                profile.enable()
+                for _ in range(options.repeats):
+                    call()
+                profile.disable()
+                pstats.Stats(profile).sort_stats("tottime").print_stats(20)
+    if not options.fake:
+        card = torch.cuda.get_device_name(0)
+        print(write_records("kda_host", records, packages=("torch", "triton"), device=card, folder=options.out))
+
+
+if __name__ == "__main__":
+    main()
