@@ -23,7 +23,7 @@ from trine.train import machine
 from trine.train.callbacks import Callback
 from trine.train.checkpoint import list_checkpoints, read_tensors
 from trine.train.config import DataConfig, EvalConfig, OptimizerConfig, Stage, TrainConfig, train_to_dict
-from trine.train.loop import open_data, stage_plans, stored_batches, train
+from trine.train.loop import build_model, open_data, stage_plans, stored_batches, train
 from trine.train.metrics import StepRecord
 from trine.train.schedule import StageSpan, lay_out
 from trine.train.trainer import Trainer
@@ -147,6 +147,25 @@ def test_rows_beyond_a_stage_are_new_ones_of_its_last_mixture(config: TrainConfi
     own = set().union(*(tokens(step) for step in range(span.steps)))
     more = tokens(span.steps)
     assert more and not more & own and tokens(span.steps) == more
+
+
+def test_no_document_sees_another_at_any_stage(config: TrainConfig, tmp_path: Path) -> None:
+    """The perturbation probe, on real rows of every stage: another token in one document moves no other one."""
+    stages = tuple(dataclasses.replace(stage, micro_tokens=256) for stage in config.stages)  # two rows of the longest
+    plan = lay_out(stages, config.tokens)
+    batches = stored_batches(stage_plans(config, plan, open_data(config, tmp_path / "data")))
+    model = build_model(config, torch.device("cpu")).double().eval()
+    for span in plan:
+        every = [batch for step in range(span.steps) for batch in batches(span, step)]
+        batch = next(one for one in every if int((one.source_N >= 0).sum()) > 1)
+        first, second = batch.cu_seqlens_N1[1:3].tolist()
+        assert second > first and batch.cu_seqlens_N1[-1] >= span.stage.length
+        edited_T = batch.tokens_T.clone()
+        edited_T[first - 1] = (edited_T[first - 1] + 1) % 300
+        with torch.no_grad():
+            before_TD, after_TD = (model(one, batch.cu_seqlens_N1) for one in (batch.tokens_T, edited_T))
+        assert float((before_TD[first - 1] - after_TD[first - 1]).abs().max()) > 1e-3
+        torch.testing.assert_close(after_TD[first:], before_TD[first:], rtol=0, atol=1e-11)
 
 
 def test_a_source_that_would_be_read_too_often_is_refused(config: TrainConfig) -> None:

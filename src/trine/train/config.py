@@ -357,7 +357,7 @@ TRAIN_PRESETS: dict[str, TrainConfig] = {
             Stage(length=1_024, share=0.1, step_tokens=2_048, micro_tokens=1_024),
         ),
         optimizer=OptimizerConfig(
-            rates=Rates(muon=3e-3, embeddings=1e-3, other=1e-3), warmup=0.02, final=0.1, momentum=0.95
+            rates=Rates(muon=3e-3, embeddings=1e-3, other=1e-3), warmup=0.02, final=0.3, momentum=0.95
         ),
         data=DataConfig(source="tasks:recall", vocabulary=257),
         eval=EvalConfig(sample_tokens=0),
