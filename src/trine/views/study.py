@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,19 +31,13 @@ def study_rows(found: Mapping[str, Any]) -> list[Row]:
     bits, recall = _columns(found)
     arms = list(found["arms"].values())
 
-    def row(name: str, cell: Callable[[Mapping[str, Any]], str]) -> Row:
-        return (name, *(cell(values) for values in arms))
-
     return [
-        *(row(f"bits/byte, context {int(n):,}", lambda v, n=n: _number(v["bits_by_context"].get(n), 3)) for n in bits),
-        *(row(f"recall (chance), {int(n):,} tokens", lambda v, n=n: _recall(v, n)) for n in recall),
-        *(
-            row(f"evidence gap, {int(n):,} tokens", lambda v, n=n: _number(v["gap_by_length"].get(n), 3))
-            for n in recall
-        ),
-        row("training loss", lambda v: _number(v["loss"], 3)),
-        row("tokens/s", lambda v: _number(v["tokens_per_s"], 0)),
-        row("time of a run", lambda v: duration(v["seconds"]["mean"])),
+        *((f"bits/byte, context {int(n):,}", *(_number(v["bits_by_context"].get(n), 3) for v in arms)) for n in bits),
+        *((f"recall (chance), {int(n):,} tokens", *(_recall(v, n) for v in arms)) for n in recall),
+        *((f"evidence gap, {int(n):,} tokens", *(_number(v["gap_by_length"].get(n), 3) for v in arms)) for n in recall),
+        ("training loss", *(_number(v["loss"], 3) for v in arms)),
+        ("tokens/s", *(_number(v["tokens_per_s"], 0) for v in arms)),
+        ("time of a run", *(duration(v["seconds"]["mean"]) for v in arms)),
     ]
 
 
