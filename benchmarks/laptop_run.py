@@ -24,7 +24,7 @@ def record(run: Path, minutes: float | None, peak_mb: float | None, quiet: bool)
     about = json.loads((run / "run.json").read_text(encoding="utf-8"))
     found = json.loads((run / "eval.json").read_text(encoding="utf-8"))
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    worst = np.array([max(step["max_vio"]) for step in steps[19:]])
+    worst = np.array([max(step["max_vio"]) for step in steps[19:] if step["stage"] == 0])  # short rows: the first stage
     stages = [f"{part['steps']} x {part['stage']['length']}" for part in about["plan"]]
     return {
         "benchmark": "laptop_run",

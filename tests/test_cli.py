@@ -110,7 +110,7 @@ MISTAKES = [
     (
         "train --preset k3",
         "trine train: preset: 'k3' is a model without a training plan "
-        "(plans: smoke, laptop, curriculum, recall); write one in a TOML file",
+        "(plans: smoke, laptop, recall); write one in a TOML file",
         1,
     ),
     (

@@ -204,7 +204,8 @@ PRESETS: dict[str, ModelConfig] = {
         vocab_size=256,
         block_layers=1,
     ),
-    # Trained in a quarter of an hour on two cores.
+    # Trained in a quarter of an hour on two cores. Few experts, many of them chosen: in steps of 4,096 tokens more could
+    # not be balanced within what one step's texts differ from the next's (docs/laptop-plan.md).
     "laptop": ModelConfig(
         width=128,
         layers=5,
@@ -215,10 +216,10 @@ PRESETS: dict[str, ModelConfig] = {
         kv_rank=32,
         shared_key_dim=16,
         dense_width=512,
-        experts=56,
-        top_k=2,
+        experts=18,
+        top_k=8,
         latent_width=64,
-        expert_width=64,
+        expert_width=32,
         vocab_size=4096,
         block_layers=1,
     ),

@@ -78,7 +78,7 @@ def test_toml_sets_what_it_names_and_takes_the_rest_from_its_preset(tmp_path: Pa
         ("[[stages]]\nlenght = 4", "stages.lenght: no such key; did you mean stages.length?"),
         ("[model]\nwidht = 64", "model.widht: no such field of ModelConfig; did you mean 'width'?"),
         ("[model]\nwidth = 'wide'", "model.width: found 'wide', need a value of type int"),
-        ("[model]\ntop_k = 60", "model.top_k: found 60, need less than experts = 56"),
+        ("[model]\ntop_k = 60", "model.top_k: found 60, need less than experts = 18"),
         ("[model]\nvocab_size = 60", "model.vocab_size: found 60, need data.vocabulary to set it"),
         ("seed = 'x'", "seed: found 'x', need a value of type int"),
         ("seed = true", "seed: found True, need a value of type int"),

@@ -8,7 +8,6 @@ import pytest
 
 from trine.config import SourceShare
 from trine.train.config import (
-    CURRICULUM,
     OptimizerConfig,
     Stage,
     TrainConfig,
@@ -120,14 +119,12 @@ def test_tokens_a_step_stay_the_same_but_for_small_models() -> None:
         TrainConfig(preset="130m", stages=stages)
 
 
-def test_the_curriculum_keeps_the_ratios_and_its_model_is_the_laptops() -> None:
-    config = train_preset("curriculum")
+def test_the_laptop_plan_has_four_stages_in_the_ratios_of_k3() -> None:
+    config = train_preset("laptop")
     lengths = [stage.length for stage in config.stages]
     assert [length // lengths[0] for length in lengths] == [1, 8, 32, 128]
-    assert config.model_config() == train_preset("laptop").model_config()
-    assert config.stages == CURRICULUM
     plan = lay_out(config.stages, config.tokens)
-    assert abs(plan.tokens - config.tokens) < 0.02 * config.tokens and all(span.steps >= 8 for span in plan)
+    assert abs(plan.tokens - config.tokens) < 0.02 * config.tokens and [span.steps for span in plan] == [410, 51, 15, 5]
     for index, stage in enumerate(config.stages):
         assert stage.mixture == default_mixture(index, stage.length)
 

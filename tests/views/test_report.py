@@ -158,7 +158,7 @@ def test_plan_machine_and_data_are_told(report: Path) -> None:
 
 def test_summary_names_size_tokens_and_time(report: Path) -> None:
     line = report.read_text().splitlines()[2]
-    assert line.startswith("Preset `laptop`: 4.")
+    assert line.startswith("Preset `laptop`: 2.28 M")
     assert "300 of 300 steps, 4.92 M tokens, 12 min 30 s of training on AMD | EPYC, 2 threads." in line
 
 
