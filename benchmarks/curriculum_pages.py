@@ -34,13 +34,14 @@ def study_record(folder: Path) -> dict[str, Any]:
     found = json.loads((folder / "study.json").read_text(encoding="utf-8"))
     if found["missing"]:
         raise SystemExit(f"{folder}: not done yet: {', '.join(found['missing'])}")
-    gpus = found["hardware"].get("gpus") or []
+    machine = found["hardware"]
+    cpu = f"{machine['cpu']}, {machine['cores']} cores"
     return {
         "benchmark": "curriculum_study",
         "case": f"{found['config']['preset']}, rows up to {found['config']['longest']}, {found['tokens']} tokens a run",
         "impl": "trine",
         **{key: found[key] for key in ("config", "tokens", "results", "arms", "versions")},
-        "hardware": gpus[0]["name"] if gpus else found["hardware"]["cpu"],
+        "hardware": cpu if found["device"] == "cpu" else machine["gpus"][0]["name"],
         "date": found["started"][:10],
     }
 

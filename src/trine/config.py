@@ -204,8 +204,8 @@ PRESETS: dict[str, ModelConfig] = {
         vocab_size=256,
         block_layers=1,
     ),
-    # Trained in a quarter of an hour on two cores. Few experts, many of them chosen: in steps of 4,096 tokens more could
-    # not be balanced within what one step's texts differ from the next's (docs/laptop-plan.md).
+    # Trained in a quarter of an hour on two cores. Few experts, many of them chosen: in steps of 4,096 tokens more
+    # could not be balanced, because one step's texts differ from the next's (docs/laptop-plan.md).
     "laptop": ModelConfig(
         width=128,
         layers=5,

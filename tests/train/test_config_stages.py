@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -127,6 +128,19 @@ def test_the_laptop_plan_has_four_stages_in_the_ratios_of_k3() -> None:
     assert abs(plan.tokens - config.tokens) < 0.02 * config.tokens and [span.steps for span in plan] == [410, 51, 15, 5]
     for index, stage in enumerate(config.stages):
         assert stage.mixture == default_mixture(index, stage.length)
+
+
+def test_the_full_size_plan_has_the_lengths_of_k3_and_one_size_of_step() -> None:
+    config = load_toml(Path(__file__).parents[2] / "examples" / "full_size.toml")
+    assert [stage.length for stage in config.stages] == [8_192, 65_536, 262_144, 1_048_576]
+    plan = lay_out(config.stages, config.tokens)
+    assert abs(plan.tokens - config.tokens) <= 4 * 1_048_576
+    assert {span.stage.step_tokens for span in plan} == {1_048_576}
+    for before, stage in itertools.pairwise(config.stages):
+        assert sum(part.weight for part in stage.mixture) == pytest.approx(1)
+        kept = sum(part.weight for part in stage.mixture if 0 < part.longest < stage.length)
+        assert 0.35 <= kept <= 0.6  # a short share stays
+        assert stage.recompute and before.length < stage.length
 
 
 def test_default_mixtures_keep_a_short_share_and_grow() -> None:

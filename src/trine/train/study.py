@@ -166,6 +166,7 @@ def _planned(config: StudyConfig, folder: Path, say: Any, jobs: int = 1) -> dict
     plan = {
         "config": wanted,
         "tokens": tokens,
+        "device": choose_device(_run_config(config, ARMS[0], 0, folder, 1_000_000)).type,
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
