@@ -85,10 +85,20 @@ def test_a_plan_spends_its_budget_on_samples_then_on_depths() -> None:
     small = plan_tasks([1_000, 4_000, 64_000], families=("passkey", "latest"), budget=120_000)
     by_length = {n: [cell for cell in small.cells if cell[1] == n] for n in (1_000, 4_000)}
     assert {cell[2] for cell in by_length[1_000]} == {0.0, 0.25, 0.5, 0.75, 1.0}
-    assert {cell[3] for cell in by_length[1_000]} == {2}  # ten tasks a family fit 40 000 tokens
-    assert {cell[2:] for cell in by_length[4_000]} == {(0.0, 1), (1.0, 1)}
-    assert small.left_out == ("tasks of 64000 tokens: more than the 120,000 tokens this evaluation may read",)
+    assert {cell[3] for cell in by_length[1_000]} == {3}  # fifteen tasks a family fit 60 000 tokens
+    assert {cell[2:] for cell in by_length[4_000]} == {(0.0, 1), (0.5, 1), (1.0, 1)}
+    assert small.left_out == (
+        "tasks of 64000 tokens: need 256,000 tokens, more than its part, 40,000 of the 120,000 that may be read",
+    )
     assert small.tokens <= 120_000
+    # A length that is left out leaves its part to the others: four stages do not keep 1,024 tokens from being asked.
+    staged = plan_tasks([128, 1_024, 4_096, 16_384], budget=65_536)
+    assert {cell[1] for cell in staged.cells} == {128, 1_024} and staged.tokens <= 65_536
+    assert [line.split(":")[0] for line in staged.left_out] == ["tasks of 4096 tokens", "tasks of 16384 tokens"]
+    none = plan_tasks([5_000], families=("passkey",), budget=9_999)
+    assert none.cells == () and none.left_out == (
+        "tasks of 5000 tokens: need 10,000 tokens, more than the 9,999 that may be read",
+    )
     assert {cell[0] for cell in plan_tasks([512]).cells} == set(FAMILIES)
     with pytest.raises(ValueError, match="lengths: found none"):
         plan_tasks([])

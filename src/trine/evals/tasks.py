@@ -58,9 +58,9 @@ def plan_tasks(
         families: names; all by default.
         depths: where the evidence lies.
         samples: tasks a cell.
-        budget: most tokens to read, 0 for no limit. Each length gets an equal part; where that is too little, first
-            the samples and then the depths become fewer, down to the middle one; what still does not fit is left out
-            and named.
+        budget: most tokens to read, 0 for no limit. The longest lengths are left out, and named, until an equal part
+            for each of the others is enough to ask every family once. In its part a length gets fewer samples and
+            then fewer depths, down to the middle one.
 
     Raises:
         ValueError: no length, or an unknown family.
@@ -73,11 +73,13 @@ def plan_tasks(
             raise ValueError(f"families: found {name!r}, need some of {', '.join(FAMILIES)}")
     cells: list[tuple[str, int, float, int]] = []
     left_out: list[str] = []
-    for length in sorted(set(lengths)):
-        most = budget // len(set(lengths)) // (2 * length * len(names)) if budget else samples * len(depths)
-        if most < 1:
-            left_out.append(f"tasks of {length} tokens: more than the {budget:,} tokens this evaluation may read")
-            continue
+    kept = sorted(set(lengths))
+    while budget and kept and budget // len(kept) < 2 * kept[-1] * len(names):
+        once, part = 2 * kept[-1] * len(names), budget // len(kept)
+        of = f"the {budget:,}" if len(kept) == 1 else f"its part, {part:,} of the {budget:,}"
+        left_out.insert(0, f"tasks of {kept.pop()} tokens: need {once:,} tokens, more than {of} that may be read")
+    for length in kept:
+        most = budget // len(kept) // (2 * length * len(names)) if budget else samples * len(depths)
         use = depths if most >= len(depths) else _thinned(depths, most)
         each = min(samples, most // len(use))
         cells += [(name, length, depth, each) for name in names for depth in use]
