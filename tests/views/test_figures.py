@@ -71,6 +71,14 @@ def test_stages_are_counted_from_one_below_the_legend() -> None:
     assert label.get_text() == " stage 2" and label.get_position() == (20_000, 0.02)
 
 
+def test_stages_are_marked_between_their_steps_in_every_plot_over_steps() -> None:
+    lines = [{**line, "stage": int(i >= 20) + int(i >= 40)} for i, line in enumerate(steps(50))]
+    plots = [figures.expert_load(lines, 16, 2), figures.optimizer(lines), figures.throughput(lines)]
+    for axes in (axes for figure in plots for axes in figure.axes):
+        marks = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1]
+        assert marks == [lines[20]["step"] - 0.5, lines[40]["step"] - 0.5], axes.get_title()
+
+
 def test_labels_of_close_levels_do_not_overlap() -> None:
     close = {"bits_per_byte": 1.8, "baselines": {"xz": 1.801, "ngram_best": 1.802, "gzip": 1.803}}
     axes = figures.learning_curve(steps(50), close).axes[0]

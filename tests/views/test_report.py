@@ -17,7 +17,7 @@ from trine.train.config import train_preset, train_to_dict
 from trine.train.errors import RunError
 from trine.train.stored import program
 from trine.views.figures import sampling_floor
-from trine.views.report import duration, next_commands, read_lines, summary_line, write_report
+from trine.views.report import _balance, duration, next_commands, read_lines, summary_line, write_report
 
 EVALUATION = {
     "format_version": 1,
@@ -141,6 +141,22 @@ def test_balance_is_judged_from_step_twenty_on(report: Path) -> None:
     model = preset("laptop")
     floor = sampling_floor(model.experts, 16_384 * model.top_k / model.experts)
     assert f"Fair dice would give about {floor:.2f}" in text
+    assert "In rows of the first stage" not in text
+
+
+def test_balance_of_stages_is_told_apart() -> None:
+    lines: list[dict[str, Any]] = []
+    for i in range(1, 101):
+        long = int(i > 60)
+        tokens = 4_096 * min(i, 60) + 16_384 * max(0, i - 60)
+        lines.append(
+            {"step": i, "stage": long, "tokens": tokens, "dead_experts": 0, "max_vio": [0.1, 0.2 + 0.4 * long]}
+        )
+    text = _balance(lines, {"experts": 18, "top_k": 8}, "load.png")
+    assert "at most 0.3 in 51 % of the steps, and 0.60 at worst." in text  # 41 of 81
+    assert "In rows of the first stage that is 100 %, and 0.20 at worst" in text
+    floors = [sampling_floor(18, size * 8 / 18) for size in (4_096, 16_384)]
+    assert f"about {floors[0]:.2f} with 4,096 tokens a step and {floors[1]:.2f} with 16,384." in text
 
 
 def test_sample_cannot_break_out_of_its_fence(report: Path) -> None:

@@ -35,6 +35,8 @@ BASELINES = {
 
 NORMAL_P95 = 1.645  # standard deviations below which 95 % of a normal distribution lie
 LEGEND_SHARE = 0.45  # of the height below it that a legend of three lines gets
+OVER_LINES: Any = {"frameon": True, "framealpha": 1.0, "edgecolor": "none"}  # a legend that stage lines go behind
+STAGE_LINE: Any = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
 LOG_FROM = 5.0  # times the median that the tallest spike may be before a scale becomes logarithmic
 
 STYLE: Any = {
@@ -293,7 +295,7 @@ def _draw_learning(axes: Axes, metrics: Sequence[Record], evaluation: Record | N
 def _mark_stages(axes: Axes, metrics: Sequence[Record]) -> None:
     """A dotted line where each stage but the first begins."""
     for at in stage_starts(metrics):
-        axes.axvline(metrics[at - 1]["tokens"], color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+        axes.axvline(metrics[at - 1]["tokens"], **STAGE_LINE)
         axes.text(
             *(metrics[at - 1]["tokens"], 0.02, f" stage {metrics[at]['stage'] + 1}"),
             transform=axes.get_xaxis_transform(),
@@ -301,6 +303,12 @@ def _mark_stages(axes: Axes, metrics: Sequence[Record]) -> None:
             color=GREY,
             va="bottom",
         )
+
+
+def _mark_steps(axes: Axes, metrics: Sequence[Record]) -> None:
+    """The same over steps, without words: long stages may have few steps, and their names would overlap."""
+    for at in stage_starts(metrics):
+        axes.axvline(metrics[at]["step"] - 0.5, **STAGE_LINE)
 
 
 def _label_levels(axes: Axes, levels: list[tuple[float, str, str]]) -> None:
@@ -342,9 +350,10 @@ def _draw_max_vio(axes: Axes, metrics: Sequence[Record], experts: int, top_k: in
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(0, (1 + LEGEND_SHARE) * max(0.5, tallest, *floor))
+    _mark_steps(axes, metrics)
     axes.set_title("MaxVio of the experts")
     _steps_below(axes)
-    axes.legend(loc="upper right", fontsize=8)
+    axes.legend(loc="upper right", fontsize=8, **OVER_LINES)
 
 
 def _draw_load_bands(axes: Axes, bands: Sequence[Record], experts: int, top_k: int) -> None:
@@ -360,8 +369,9 @@ def _draw_load_bands(axes: Axes, bands: Sequence[Record], experts: int, top_k: i
         edge = [1 + sign * one for one in spread]
         axes.plot(steps, edge, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label=text)
     axes.set_ylim(0, 1.2 * max(*rows["p95"], 1 + max(spread)))  # room for the legend
+    _mark_steps(axes, bands)
     axes.set_title("Load of an expert / mean load")
-    axes.legend(loc="upper right", fontsize=8, ncols=4)
+    axes.legend(loc="upper right", fontsize=8, ncols=4, **OVER_LINES)
 
 
 def _draw_rate(axes: Axes, metrics: Sequence[Record]) -> None:
@@ -374,6 +384,7 @@ def _draw_rate(axes: Axes, metrics: Sequence[Record]) -> None:
     for (name, values), colour in zip(rates.items(), LINE_COLOURS, strict=False):
         axes.plot(steps[: len(values)], values, color=colour, linewidth=1.5, label=name)
     axes.set_ylim(bottom=0)
+    _mark_steps(axes, metrics)
     axes.set_title("Learning rate")
     if len(rates) > 1:
         axes.legend(loc="upper right", fontsize=8)
@@ -389,6 +400,7 @@ def _draw_norm(axes: Axes, metrics: Sequence[Record]) -> None:
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
+    _mark_steps(axes, metrics)
     axes.set_title("Gradient norm")
     _steps_below(axes)
 
@@ -401,8 +413,9 @@ def _draw_throughput(axes: Axes, metrics: Sequence[Record]) -> None:
     axes.axhline(median, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label=f"median {short_count(median)}")
     axes.set_ylim(0, 1.25 * float(np.nanmax(rates)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+    _mark_steps(axes, metrics)
     axes.set_title("Tokens a second")
-    axes.legend(loc="lower right", fontsize=8.5)
+    axes.legend(loc="lower right", fontsize=8.5, **OVER_LINES)
     _steps_below(axes)
 
 

@@ -204,8 +204,10 @@ def _balance(metrics: Sequence[Record], model: Record, plot: str) -> str:
         return ""
     settled = [value for step, value in worst.items() if step >= SETTLED]
     dead = sum(record["dead_experts"] > 0 for record in metrics)
-    tokens = figures.step_tokens(metrics)[-1]
-    floor = figures.sampling_floor(model["experts"], tokens * model["top_k"] / model["experts"])
+    tokens = figures.step_tokens(metrics)
+    sizes = sorted({tokens[0], tokens[-1]})
+    floors = [figures.sampling_floor(model["experts"], size * model["top_k"] / model["experts"]) for size in sizes]
+    first = {record["step"] for record in metrics if record.get("stage", 0) == metrics[0].get("stage", 0)}
     lines = [f"Steps in which an expert got no token: {dead} of {len(metrics)}."]
     if settled:
         share = 100 * sum(value <= GOOD_MAX_VIO for value in settled) / len(settled)
@@ -213,9 +215,19 @@ def _balance(metrics: Sequence[Record], model: Record, plot: str) -> str:
             f"From step {SETTLED} on the largest MaxVio of any layer was at most {GOOD_MAX_VIO} in {share:.0f} % "
             f"of the steps, and {max(settled):.2f} at worst."
         )
+        early = [value for step, value in worst.items() if step >= SETTLED and step in first]
+        if early and len(early) < len(settled):
+            share = 100 * sum(value <= GOOD_MAX_VIO for value in early) / len(early)
+            lines.append(
+                f"In rows of the first stage that is {share:.0f} %, and {max(early):.2f} at worst: a step of longer "
+                "rows holds fewer texts, and the tokens of one text go the same way."
+            )
     else:
         lines.append(f"The largest MaxVio of any layer was {max(worst.values()):.2f}.")
-    lines.append(f"Fair dice would give about {floor:.2f} with this many tokens a step.")
+    dice = f"{floors[0]:.2f} with {sizes[0]:,} tokens a step"
+    if len(sizes) > 1:
+        dice += f" and {floors[-1]:.2f} with {sizes[-1]:,}"
+    lines.append(f"Fair dice would give about {dice}.")
     return f"## Balance of the experts\n\n{' '.join(lines)}\n\n{_picture('Load of the experts', plot)}"
 
 
