@@ -374,7 +374,10 @@ def _members(shards: Shards, parts: Sequence[SourceShare]) -> list[NDArray[np.in
             fits &= tokens <= part.longest
         documents = train[fits]
         if not documents.size:
-            raise DataError(f"{_name(part)}: holds no training document")
+            have = tokens[np.isin(sources, wanted)]
+            sizes = f"; its documents have {have.min()} to {have.max()} tokens" if have.size else ""
+            hint = ": change the limits, or give the stage no mixture" if have.size else ""
+            raise DataError(f"{_name(part)}: holds no training document{sizes}{hint}")
         taken = documents[owner[documents] >= 0]
         if taken.size:
             other, one = parts[int(owner[taken[0]])], shards.documents[int(taken[0])]
