@@ -85,7 +85,7 @@ def main() -> None:
     share = f"{100 * run['max_vio_share_at_most_0.3']:.0f} %"
     found = (
         f"{run['bits_per_byte']:.3f} bits per byte, MaxVio {run['max_vio_median']:.2f} in the median and at most 0.3\n"
-        f"  in {share} of the steps, {run['command_minutes']:.1f} minutes ({run['date']})"
+        f"  in {share} of the steps, {run['command_minutes']:.1f} minutes for `make train`, {run['date']}"
     )
     page = TEXT.format(experts="\n".join(experts), rates="\n".join(rates), run=found)
     (ROOT / "docs" / "laptop-plan.md").write_text(page)

@@ -91,11 +91,11 @@ def train_teacher(folder: Path, text: str, steps: int, strong: bool) -> Path:
                         parameter.copy_(torch.rand(parameter.shape, generator=random) * math.log(16))
 
     base = train_preset("laptop")
-    stage = base.stages[0]
+    stage = replace(base.stages[0], share=1.0)  # one stage of short rows: a teacher is trained for a few minutes only
+    base = replace(base, stages=(stage,))
     if text == "episodes":
-        stage = replace(stage, length=256)
         source = DataConfig(source=str(write_episodes(folder / "text")), vocabulary=257)
-        base = replace(base, stages=(stage,), data=source, allow_repeats=True)
+        base = replace(base, stages=(replace(stage, length=256),), data=source, allow_repeats=True)
     config = replace(
         base,
         model=("gate_kind=softplus",),

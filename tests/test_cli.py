@@ -437,6 +437,16 @@ def test_resuming_with_another_plan_is_refused(home: Path, trine: Run) -> None:
     assert contents(home) == before
 
 
+def test_resuming_with_a_file_of_another_plan_is_refused(home: Path, trine: Run) -> None:
+    stored = json.loads((home / "runs/smoke/run.json").read_text())["config"]
+    plan = f'preset = "smoke"\ntokens = {stored["tokens"] + 4096}\n'
+    (home / "other.toml").write_text(plan)
+    before = contents(home)
+    code, _, err = trine("train", "--run", "smoke", "--resume", "--config", "other.toml")
+    assert code == 1 and err.startswith("trine train: runs/smoke: cannot resume with another plan: ")
+    assert contents(home) == before
+
+
 def test_corrupt_checkpoint_is_named(home: Path, trine: Run) -> None:
     file = home / "runs/smoke/checkpoints/step-000002/model.safetensors"
     data = bytearray(file.read_bytes())

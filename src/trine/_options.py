@@ -224,7 +224,9 @@ def _base(args: Sequence[str], verb: str) -> TrainConfig:
         raise Usage(f"--preset: the file given with --config names the preset (see trine {verb} --help)")
     base = load_toml(file) if file is not None else train_preset(name if name is not None else "laptop")
     if "--resume" in args and not {"-h", "--help"} & set(args):
-        base = _stored(base, run=_peek(args, "--run") or base.run, runs=_peek(args, "--runs") or base.runs)
+        stored = _stored(base, run=_peek(args, "--run") or base.run, runs=_peek(args, "--runs") or base.runs)
+        # A file that is given is meant: the run then refuses the first field in which it differs from its own plan.
+        base = stored if file is None else dataclasses.replace(base, run=stored.run, runs=stored.runs, resume=True)
     return base
 
 
