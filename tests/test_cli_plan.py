@@ -14,7 +14,7 @@ from trine.config import SourceShare
 
 
 def test_mixtures_are_given_as_words() -> None:
-    words = ["--preset", "curriculum", "--stages.0.mixture", "*=0.7@-100", "*=0.3..0.5@101-", "--mtp", "0.2"]
+    words = ["--preset", "laptop", "--stages.0.mixture", "*=0.7@-100", "*=0.3..0.5@101-", "--mtp", "0.2"]
     config = parse_train(words)
     assert config.stages[0].mixture == (SourceShare("*", 0.7, longest=100), SourceShare("*", 0.3, 0.5, shortest=101))
     assert config.stages[1].mixture[0].longest == 1_023 and len(config.stages) == 4 and config.mtp == 0.2
@@ -34,7 +34,7 @@ def test_plan_takes_the_options_of_train() -> None:
 
 
 def test_a_study_is_named_first() -> None:
-    assert parse_study(["curriculum", "--preset", "curriculum", "--budget", "5"]).budget == 5.0
+    assert parse_study(["curriculum", "--preset", "laptop", "--budget", "5"]).budget == 5.0
     for args in ([], ["lengths"]):
         with pytest.raises(Usage, match="need the name of a study: curriculum"):
             parse_study(args)
