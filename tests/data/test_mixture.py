@@ -65,9 +65,13 @@ def test_apportioned_rows_by_hand() -> None:
     assert np.bincount(quarter).tolist() == [6, 2]
 
 
+# no denormals: where a test before has switched them off, hypothesis refuses to draw them
+WEIGHTS = st.floats(0, 5, allow_subnormal=False)
+
+
 @settings(max_examples=80, deadline=None, database=None)
 @given(
-    st.lists(st.tuples(st.floats(0, 5), st.none() | st.floats(0, 5)), min_size=1, max_size=6),
+    st.lists(st.tuples(WEIGHTS, st.none() | WEIGHTS), min_size=1, max_size=6),
     st.integers(1, 97),
 )
 def test_no_part_is_ever_a_row_away_from_its_share(weights: list[tuple[float, float | None]], rows: int) -> None:
