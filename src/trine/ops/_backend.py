@@ -41,7 +41,7 @@ def pick(operator: str, backend: str, device: str, reasons: Mapping[str, str | N
                 return name
         found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise BackendUnavailable(f"{operator}: no backend can run: {found}")
-    if backend not in reasons:
+    if not isinstance(backend, str) or backend not in reasons:
         raise ValueError(f"backend: found {backend!r}, need one of {['auto', *reasons]} for {operator}")
     if reasons[backend] is not None:
         raise BackendUnavailable(f"{operator}: backend {backend!r} cannot run here: {reasons[backend]}")

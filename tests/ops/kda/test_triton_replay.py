@@ -187,6 +187,9 @@ def test_checks_are_skipped_for_what_has_passed_them_only(monkeypatch: pytest.Mo
             ({"plan": "fast"}, "plan"),
             ({"save": "all"}, "save"),
             ({"backend": "cuda"}, "backend"),
+            ({"backend": {}}, "backend"),  # values without a hash, and no tensor at all
+            ({"scale": [1.0]}, "scale"),
+            ({"save": []}, "save"),
         ):
             with pytest.raises(ValueError, match=message):
                 kda(**(data | change))

@@ -47,6 +47,18 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _CHECKED: set[object] = set()  # kinds of calls that have passed every check and go to the kernels
 
 
+def _kind(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> object | None:
+    """What the checks of a call depend on; None for values of other types, which the checks refuse by name."""
+    if not all(x is None or isinstance(x, Tensor) for x in tensors):
+        return None
+    kind = (*options, *(None if x is None else (x.shape, x.dtype, x.get_device()) for x in tensors))
+    try:
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
+
+
 def kda(
     q: Tensor,
     k: Tensor,
@@ -124,8 +136,7 @@ def kda(
     kind = None
     if type(q) in _PLAIN and not torch.compiler.is_compiling():
         tensors = (q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens)
-        forms = [None if x is None else (x.shape, x.dtype, x.get_device()) for x in tensors]
-        kind = (gate_kind, lower_bound, scale, beta_max, plan, backend, save, *forms)
+        kind = _kind(tensors, (gate_kind, lower_bound, scale, beta_max, plan, backend, save))
     run = None
     if kind not in _CHECKED:
         check_inputs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -140,9 +141,9 @@ def check_inputs(
 
 def check_factors(scale: float | None, beta_max: float) -> None:
     """Raise unless the factors of output and write strength are numbers that mean something."""
-    if scale is not None and not -math.inf < scale < math.inf:
+    if scale is not None and not (isinstance(scale, Real) and math.isfinite(scale)):
         raise ValueError(f"scale: found {scale}, need a finite number")
-    if not 0 < beta_max < math.inf:
+    if not (isinstance(beta_max, Real) and 0 < beta_max < math.inf):
         raise ValueError(f"beta_max: found {beta_max}, need a finite number > 0")
 
 
