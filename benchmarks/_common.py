@@ -10,6 +10,7 @@ Import this module before torch is given its threads: ``threads(n)`` sets every 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -55,6 +56,15 @@ class Timing:
     best_ms: float
     median_ms: float
     repeats: int
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that the benchmarks of a CPU share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--allow-busy", action="store_true", help="keep numbers of a busy machine, marked as such")
+    parser.add_argument("--dry-run", action="store_true", help="print, record nothing")
+    return parser
 
 
 def threads(count: int) -> int:

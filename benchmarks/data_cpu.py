@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -147,11 +146,8 @@ def loader(tokens: int, quiet: bool) -> list[common.Record]:
 
 def main() -> None:
     """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=100_000_000)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--allow-busy", action="store_true")
-    parser.add_argument("--dry-run", action="store_true", help="print, record nothing")
     options = parser.parse_args()
     count = common.threads(options.threads)
     quiet = common.require_quiet(count, options.allow_busy)

@@ -1,6 +1,6 @@
 """Grouped experts and router on the CPU, beside a plain loop over experts and a stable sort.
 
-    python benchmarks/experts_cpu.py [--cases laptop tiny-896] [--threads 0] [--allow-busy] [--dry-run]
+    python benchmarks/experts_cpu.py [--cases small tiny-896] [--threads 0] [--allow-busy] [--dry-run]
 
 `loop` is the operator's own `reference` backend: masks, `.any()`, one product an expert, autograd. `trine` is the
 default path; `trine one-by-one` and `trine together` force a product an expert and one product for all, the two ends
@@ -9,7 +9,6 @@ between which the default chooses. Errors are relative RMS of output and gradien
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,16 +37,16 @@ class Case(NamedTuple):
 
 CASES = {
     "smoke": Case(4096, 16, 2, 32, 32),
-    "laptop": Case(4096, 56, 2, 64, 64),
-    "laptop-skewed": Case(4096, 56, 2, 64, 64, skew=0.1),
-    "laptop-step": Case(1, 56, 2, 64, 64),
-    "laptop-8": Case(8, 56, 2, 64, 64),
+    "small": Case(4096, 56, 2, 64, 64),
+    "small-skewed": Case(4096, 56, 2, 64, 64, skew=0.1),
+    "small-step": Case(1, 56, 2, 64, 64),
+    "small-8": Case(8, 56, 2, 64, 64),
     "tiny-896-k2": Case(4096, 896, 2, 32, 32),
     "tiny-896": Case(4096, 896, 16, 32, 32),
     "tiny-896-skewed": Case(4096, 896, 16, 32, 32, skew=0.05),
     "130m": Case(512, 64, 4, 384, 320),
 }
-ROUTERS = {"laptop": (4096, 56, 2), "k3": (4096, 896, 16)}
+ROUTERS = {"small": (4096, 56, 2), "k3": (4096, 896, 16)}
 
 
 def make(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -180,12 +179,9 @@ def routers(name: str, repeats: int, quiet: bool, threads: int) -> list[common.R
 
 def main() -> None:
     """Measure, print, and write the records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.arguments(__doc__)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--allow-busy", action="store_true")
-    parser.add_argument("--dry-run", action="store_true", help="print only")
     options = parser.parse_args()
     threads = common.threads(options.threads)
     quiet = common.require_quiet(threads, options.allow_busy)

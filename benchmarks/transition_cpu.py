@@ -11,7 +11,6 @@ Both have a bar of five seconds, the resume's beyond loading.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import tempfile
@@ -68,11 +67,7 @@ def plan(folder: str, threads: int) -> TrainConfig:
 
 def main() -> None:
     """Measure, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--allow-busy", action="store_true")
-    parser.add_argument("--dry-run", action="store_true", help="print, record nothing")
-    options = parser.parse_args()
+    options = common.arguments(__doc__).parse_args()
     count = common.threads(options.threads)
     quiet = common.require_quiet(count, options.allow_busy)
     with tempfile.TemporaryDirectory() as folder:

@@ -162,6 +162,7 @@ class _Window:
 
     @property
     def length(self) -> int:
+        """Tokens that are read, those of the context too."""
         return self.end - self.read_from
 
 

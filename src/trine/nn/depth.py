@@ -80,6 +80,7 @@ class _AttnStream:
         self.partial: Tensor | None = x_TD
 
     def sources(self) -> list[Tensor]:
+        """Finished blocks and, unless it is still empty, the running sum."""
         return self.blocks if self.partial is None else [*self.blocks, self.partial]
 
     def _add(self, y_TD: Tensor) -> None:

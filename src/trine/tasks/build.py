@@ -129,6 +129,7 @@ class _Filler:
         self._start = draws.below(len(haystack)) if haystack else 0
 
     def first(self, count: int) -> list[str]:
+        """The first ``count`` pieces; a larger count begins with the same ones."""
         while len(self._made) < count:
             if self._haystack is None:
                 self._made.append(self._make(self._draws))
@@ -144,6 +145,7 @@ class _Layout:
         self._form, self._facts, self._places, self._draws = form, facts, places, draws
 
     def documents(self, pieces: Sequence[str], pad: str) -> tuple[TaskDocument, ...]:
+        """The facts at their places among ``pieces``; ``pad`` ends the last document."""
         order = sorted(range(len(self._facts)), key=lambda i: (self._places[i], i))
         done: list[list[Fact | str]] = [[]]
         held = fillers = 0  # facts and fillers in the last document

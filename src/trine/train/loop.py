@@ -71,7 +71,7 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
         ValueError: a value that cannot work, or no data (`trine.data.DataError`).
     """
     settings = machine.prepare_machine(config.threads)
-    device = choose_device(config)
+    device = choose_device(config.device)
     path = run_path(config)
 
     def say(line: str) -> None:
@@ -314,15 +314,15 @@ def _short_guard(plan: Plan, shards: Shards) -> list[Callback]:
     return [ShortGuard(*short_measure(shards, length), length)]
 
 
-def choose_device(config: TrainConfig) -> torch.device:
-    """Where the run computes.
+def choose_device(wanted: str) -> torch.device:
+    """Where a run computes: ``auto``, ``cpu`` or ``cuda``; auto takes a card when torch sees one.
 
     Raises:
         RunError: a card is asked for and not there.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if wanted == "cuda" and not torch.cuda.is_available():
         raise RunError("device: found 'cuda', but torch sees no CUDA card; `trine doctor` says why")
-    use = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    use = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if use else "cpu")
 
 

@@ -135,7 +135,7 @@ def _data(config: TrainConfig) -> Iterator[Shards]:
 
 def _measure(config: TrainConfig, plan: Plan, batches: Batches, threads: int) -> list[tuple[float | None, int | None]]:
     """(seconds a step, peak bytes so far) of each stage."""
-    device = choose_device(config)
+    device = choose_device(config.device)
     model: Model = build_model(config, device)
     trainer = Trainer(
         *(model, plan, batches, config.optimizer),

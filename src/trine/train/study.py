@@ -21,8 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trine._log import logger
 from trine.data import Shards
 from trine.data._files import write_atomically
@@ -100,8 +98,7 @@ def side_by_side(config: StudyConfig) -> int:
     count = len(chosen_runs(config))
     if config.jobs:
         return min(config.jobs, count)
-    on_card = config.device != "cpu" and torch.cuda.is_available()
-    return 1 if on_card else min(machine.usable_cores(), count)
+    return 1 if choose_device(config.device).type == "cuda" else min(machine.usable_cores(), count)
 
 
 @contextmanager
@@ -166,7 +163,7 @@ def _planned(config: StudyConfig, folder: Path, say: Any, jobs: int = 1) -> dict
     plan = {
         "config": wanted,
         "tokens": tokens,
-        "device": choose_device(_run_config(config, ARMS[0], 0, folder, 1_000_000)).type,
+        "device": choose_device(config.device).type,
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -242,7 +239,7 @@ def _one_run(
         raise Interrupted(f"{str(error).partition(';')[0]}; go on with the same `trine study` command") from None
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     seconds = sum(line["seconds"] for line in lines)
-    stored = load_run(run, device=choose_device(wanted))
+    stored = load_run(run, device=choose_device(wanted.device))
     result = {
         "arm": arm,
         "seed": seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trine.ops import _errors
 from trine.ops.kda import bounded_gate, kda_reference
 from trine.ops.kda.reference import l2_normalize
 
@@ -148,6 +149,14 @@ def check(
     assert max(errors.values()) <= limit, {name: f"{e:.1e}" for name, e in errors.items() if e > limit}
     assert {name: x.dtype for name, x in found.items()} == dict.fromkeys(found, dtype)
     return errors
+
+
+@pytest.fixture(autouse=True)
+def _own_errors() -> Iterator[None]:
+    """Error words belong to the process: what one test provokes, a run trained by the next must not find."""
+    yield
+    for word in _errors._words.values():
+        word.zero_()
 
 
 @pytest.fixture(scope="session")

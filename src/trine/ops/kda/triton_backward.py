@@ -260,6 +260,49 @@ def kda_backward(
     return found if replayed is None else Gradients(*replayed)  # type: ignore[no-any-return,arg-type]
 
 
+def _walk(
+    factors: Factors,
+    v: Tensor,
+    d_output: Tensor,
+    state: Tensor | None,
+    d_final: Tensor | None,
+    cu: Tensor | None,
+    slots: int,
+    segment: int,
+    scale: float,
+    config: BackwardConfig,
+    forms: Variants,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """States before each chunk, their gradients after it, values and their gradients, gradient of the initial state."""
+    (B, T, HV), device = v.shape[:3], v.device
+    N = B if cu is None else cu.numel() - 1
+    KP, VP = config.key_width, config.value_width
+    w, q_plus, k_minus = factors.wqk.unbind(0)
+    states, d_states = (new((slots, HV, VP, KP), config.operand, device) for _ in range(2))
+    values, d_values = (new((slots, HV, VP, CHUNK), config.operand, device) for _ in range(2))
+    d_state = None if state is None else new(state.shape, state.dtype, device)
+    places, leaving, d_leaving = N, None, None
+    data = (v, d_output, w, q_plus, k_minus, factors.a, factors.p, factors.decay, state, d_final, cu)
+    if segment:
+        places = B * -(-T // segment) if cu is None else T // segment + N
+        leaving, d_leaving = (new((places, HV, VP, KP), torch.float32, device) for _ in range(2))
+        maps = new((places, HV, KP, KP), torch.float32, device)
+        SEGMENTS.launch(
+            places * HV * ((2 * VP + KP) // config.scan_block),
+            (*data, leaving, d_leaving, maps, T, N, HV, scale),
+            forms.segments,
+            device,
+        )
+        JOIN.launch(2 * N * HV * (VP // 16), (cu, leaving, d_leaving, maps, T, HV), forms.join, device)
+    SCAN.launch(
+        2 * places * HV * (VP // config.scan_block),
+        (*data, leaving, d_leaving, states, d_states, values, d_values, d_state, T, N, HV, scale),
+        forms.scan,
+        device,
+    )
+    return states, d_states, values, d_values, d_state
+
+
 def _plain_backward(
     q: Tensor,
     k: Tensor,
@@ -322,32 +365,12 @@ def _plain_backward(
             error=error,
         )  # fmt: skip
         factors = prepare(problem)
-    w, q_plus, k_minus = factors.wqk.unbind(0)
-    a, p, decay = factors.a, factors.p, factors.decay
-    shift = anchor(lower_bound)
-    states, d_states = (empty(slots, HV, VP, KP, dtype=operand) for _ in range(2))
-    values, d_values = (empty(slots, HV, VP, CHUNK, dtype=operand) for _ in range(2))
-    d_state = None if state is None else new(state.shape, state.dtype, device)
-    places, leaving, d_leaving = N, None, None
-    data = (v, d_output, w, q_plus, k_minus, a, p, decay, state, d_final, cu)
-    if segment:
-        places = B * -(-T // segment) if cu is None else T // segment + N
-        leaving, d_leaving = (empty(places, HV, VP, KP) for _ in range(2))
-        maps = empty(places, HV, KP, KP)
-        SEGMENTS.launch(
-            places * HV * ((2 * VP + KP) // config.scan_block),
-            (*data, leaving, d_leaving, maps, T, N, HV, scale),
-            forms.segments,
-            device,
-        )
-        JOIN.launch(2 * N * HV * (VP // 16), (cu, leaving, d_leaving, maps, T, HV), forms.join, device)
-    SCAN.launch(
-        2 * places * HV * (VP // config.scan_block),
-        (*data, leaving, d_leaving, states, d_states, values, d_values, d_state, T, N, HV, scale),
-        forms.scan,
-        device,
+    a = factors.a
+    states, d_states, values, d_values, d_state = _walk(
+        factors, v, d_output, state, d_final, cu, slots, segment, scale, config, forms
     )
-    del w, q_plus, k_minus, p, decay, factors, data  # the allocator gives their memory to the gradients
+    del factors  # the allocator gives their memory, but for a's, to the gradients
+    shift = anchor(lower_bound)
     top = 120 - shift - (0 if qk_norm else 8)
     dp, dm = (empty(slots, HV, CHUNK, CHUNK, dtype=operand) for _ in range(2))
     rows, dv = empty(slots, HV, 7, CHUNK), new(v.shape, v.dtype, device)

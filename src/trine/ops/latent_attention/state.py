@@ -39,6 +39,7 @@ class _Store:
 
     @property
     def capacity(self) -> int:
+        """Rows a sequence may hold before the buffer has to grow."""
         return self.rows_NLM.shape[1]
 
 
