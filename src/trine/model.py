@@ -253,10 +253,7 @@ class Model(nn.Module):
 
     def replica(self) -> Model:
         """The same model for another thread: parameters and router bias are shared, what routers count is its own."""
-        stats = RouterStats.allocate(
-            *(self.router_stats.layers, self.config.experts, self.router_stats.bins), device=self.router_stats.device
-        )
-        stats.bias_LE, stats.edges_L2 = self.router_stats.bias_LE, self.router_stats.edges_L2
+        stats = self.router_stats.replica()
         shared: dict[int, Any] = {id(p): p for p in self.parameters()}
         shared[id(self.router_stats)] = stats
         for index, moe in enumerate(self._moes()):

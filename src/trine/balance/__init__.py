@@ -15,14 +15,17 @@ from trine.balance.metrics import (
     min_violation,
     sampling_floor,
 )
-from trine.balance.policies import BalancePolicy, QuantileBalancing, WindowLoads
+from trine.balance.policies import BalancePolicy
+from trine.balance.quantile_balancing import QuantileBalancing
+from trine.balance.window import MARGIN_LEVELS, Window
 
 __all__ = [
+    "MARGIN_LEVELS",
     "BalancePolicy",
     "LoadPercentiles",
     "QuantileBalancing",
     "SamplingFloor",
-    "WindowLoads",
+    "Window",
     "average_violation",
     "coefficient_of_variation",
     "dead_experts",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trine._log import logger
-from trine.balance import BalancePolicy, WindowLoads
+from trine.balance import BalancePolicy
 from trine.data import IGNORE_INDEX, Batch
 from trine.model import Model
 from trine.ops._errors import check_errors
@@ -250,7 +250,7 @@ class Trainer:
             return torch.zeros(0, 1)
         if updated and self.balancer is not None:
             return self.balancer.step(stats).loads_LE.cpu()
-        loads_LE = WindowLoads.of(stats).loads_LE.cpu()
+        loads_LE = stats.loads_LE.long().cpu()
         stats.zero_()
         return loads_LE
 

@@ -359,3 +359,26 @@ def test_bad_input(call, message: str) -> None:
 def test_a_model_without_moe_layers_has_empty_statistics() -> None:
     stats = RouterStats.allocate(0, EXPERTS)
     assert stats.solve_(K).zero_().state_dict()["bias_LE"].shape == (0, EXPERTS)
+
+
+def test_pooled_quantiles_of_the_required_bias() -> None:
+    stats = RouterStats.allocate(2, EXPERTS)
+    assert bool(stats.required_bias_quantiles([0.5]).isnan().all())
+    logits_TE = torch.randn(400, EXPERTS)
+    count(stats, logits_TE)
+    scores_TE = torch.sigmoid(logits_TE)
+    required_N = (scores_TE.topk(K + 1, 1).values[:, K:] - scores_TE).double().reshape(-1)
+    levels = [0.0, 0.01, 0.5, 0.99, 1.0]
+    found_LQ = stats.required_bias_quantiles(levels)
+    expected_Q = torch.quantile(required_N, torch.tensor(levels, dtype=torch.float64))
+    assert float((found_LQ[0] - expected_Q)[1:].abs().max()) <= 0.004 and bool(found_LQ[1].isnan().all())
+
+
+def test_a_replica_counts_apart_under_the_same_bias() -> None:
+    stats = RouterStats.allocate(1, EXPERTS)
+    twin = stats.replica()
+    stats.bias_LE.copy_(torch.linspace(-1, 1, EXPERTS))
+    count(twin, torch.randn(9, EXPERTS))
+    assert int(twin.tokens_L) == 9 and not stats.counts.any() and float(stats.edges_L2[0, 0]) == -2.0
+    stats.counts.add_(twin.counts)
+    assert torch.equal(stats.solve_(K).bias_LE, twin.bias_LE)

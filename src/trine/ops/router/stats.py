@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -125,6 +125,36 @@ class RouterStats:
     def saturated_L(self) -> Tensor:
         """``[L]`` int64: scores, of T x E, that fp32 cannot tell from 0 or 1."""
         return (self.counters_LF[:, 4].long() << _WORD) + self.counters_LF[:, 3]
+
+    @property
+    def overflow_L(self) -> Tensor:
+        """``[L]`` int64: required biases outside the range; none by construction (see `histogram_edges`)."""
+        return torch.zeros(self.layers, dtype=torch.int64, device=self.device)
+
+    @torch.no_grad()
+    def required_bias_quantiles(self, levels: Sequence[float]) -> Tensor:
+        """Quantiles of the required biases of each layer, all experts together, linear within a bin.
+
+        Args:
+            levels: Q levels in [0, 1].
+
+        Returns:
+            ``[L, Q]`` fp64 in units of the bias; NaN where none was counted.
+        """
+        below_LB = self.histograms_LEB.sum(1).cumsum(1).double()
+        wanted_LQ = below_LB[:, -1:] * torch.tensor(levels, dtype=torch.float64, device=self.device)
+        bin_LQ = torch.searchsorted(below_LB, wanted_LQ).clamp_(max=self.bins - 1)
+        upper_LQ = below_LB.gather(1, bin_LQ)
+        lower_LQ = torch.where(bin_LQ > 0, below_LB.gather(1, (bin_LQ - 1).clamp(min=0)), 0.0)
+        part_LQ = (wanted_LQ - lower_LQ) / (upper_LQ - lower_LQ).clamp(min=1.0)
+        low_L, width_L = self.edges_L2.double().unbind(1)
+        return torch.where(below_LB[:, -1:] > 0, low_L[:, None] + (bin_LQ + part_LQ) * width_L[:, None], torch.nan)
+
+    def replica(self) -> RouterStats:
+        """Counts of its own, zero, beside the same bias and ranges: for a thread that routes with this bias."""
+        other = RouterStats.allocate(self.layers, self.experts, self.bins, self.device)
+        other.bias_LE, other.edges_L2 = self.bias_LE, self.edges_L2
+        return other
 
     def layer(self, index: int) -> LayerStats:
         """View of one layer, to be handed to `route`; stays valid when the buffers move.

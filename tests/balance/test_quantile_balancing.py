@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trine.balance import BalancePolicy, QuantileBalancing, WindowLoads, max_violation
+from trine.balance import BalancePolicy, QuantileBalancing, Window, max_violation
 from trine.ops.router import RouterStats, route, solve_bias
 
 EXPERTS, K = 16, 2
@@ -30,7 +30,7 @@ def test_step_solves_returns_what_was_counted_and_closes_the_window() -> None:
     loads_LE = stats.loads_LE.clone()
     policy: BalancePolicy = QuantileBalancing(K)
     found = policy.step(stats)
-    assert isinstance(found, WindowLoads) and found.loads_LE.dtype == torch.int64
+    assert isinstance(found, Window) and found.loads_LE.dtype == torch.int64
     assert torch.equal(found.loads_LE, loads_LE.long()) and found.tokens_L.tolist() == [200, 200]
     assert found.dropped_L.tolist() == [1, 0] and found.saturated_L.tolist() == [0, 1]
     assert stats.bias_LE is bias and not stats.counts.any()
