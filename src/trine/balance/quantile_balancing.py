@@ -48,8 +48,21 @@ class QuantileBalancing:
         """
         reduce_counts(stats, self.group)
         window = Window.of(stats)
-        stats.solve_(self.k, ema=self.ema).zero_()
+        self.solve_(stats)
+        stats.zero_()
         return window
+
+    def solve_(self, stats: RouterStats) -> None:
+        """Write the bias solved from counts that are reduced already; the window stays open.
+
+        Raises:
+            ValueError: k exceeds the number of experts.
+        """
+        stats.solve_(self.k, ema=self.ema)
+
+    def settings(self) -> dict[str, int | float | str]:
+        """Keyword arguments that make the same policy in another process, JSON-ready."""
+        return {"k": self.k, "ema": self.ema}
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the bias is all the memory it has, and `RouterStats` keeps that."""
