@@ -2,6 +2,10 @@
 
 A load without any token counts as even, so that an idle layer raises no alarm. An expert without a token counts like
 any other: leaving zeros out would hide exactly the dead ones.
+
+The leading dimensions are the scope: ``[L, E]`` of a global batch, ``[M, L, E]`` of its micro-batches, ``[N, E]`` of
+the sequences of a row (`sequence_loads`). A figure says little beside another scope's: the fewer tokens, the higher
+its floor (`sampling_floors`).
 """
 
 from __future__ import annotations
@@ -56,12 +60,114 @@ def entropy(loads: Tensor) -> Tensor:
     return torch.special.entr(share).sum(-1) / math.log(experts) if experts > 1 else torch.ones_like(share[..., 0])
 
 
+def effective_experts(loads: Tensor) -> Tensor:
+    """Effective number of experts, exp of the entropy of the load shares, ``[...]`` fp64: E even, 1 when one expert
+    gets everything, n when n share it evenly (Hill number of order 1)."""
+    experts = loads.shape[-1]
+    return torch.special.entr(_relative(loads) / experts).sum(-1).exp()
+
+
+def quantile_error(loads: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """Largest abs(F / m - k / E) of a layer's experts, ``[...]`` fp64: how far the share of tokens an expert got is
+    from the quantile its bias was solved for. 0 without tokens.
+
+    Args:
+        loads: ``[..., E]``, F.
+        tokens: ``[...]``, m.
+        k: experts a token.
+    """
+    tokens = tokens.double()
+    share = loads.double() / tokens.clamp(min=1.0).unsqueeze(-1)
+    return torch.where(tokens > 0, (share - k / loads.shape[-1]).abs().amax(-1), 0.0)
+
+
+def rank_overload(loads: Tensor, ranks: int) -> Tensor:
+    """Largest load of an expert-parallel rank over the mean of the ranks, ``[...]`` fp64, 1 to ``ranks``.
+
+    Rank r holds experts r E / ranks to (r + 1) E / ranks, as expert parallelism lays them out.
+
+    Raises:
+        ValueError: the experts cannot be dealt out evenly.
+    """
+    experts = loads.shape[-1]
+    if ranks < 1 or experts % ranks:
+        raise ValueError(f"ranks: found {ranks}, need a divisor of the {experts} experts")
+    return _relative(loads.unflatten(-1, (ranks, experts // ranks)).sum(-1)).amax(-1)
+
+
+def sign_flip_rate(step: Tensor, step_before: Tensor) -> Tensor:
+    """Share of experts whose bias step went the other way than the step before it, ``[...]`` fp64.
+
+    Of the experts that moved both times; NaN where none did. A bias that only follows the noise of each batch around
+    a fixed point flips with probability 2/3 (differences of independent draws), a random walk with 1/2, steady drift
+    never, and one that overshoots every time always: a gain that is too high.
+
+    Args:
+        step: ``[..., E]`` bias now minus bias before.
+        step_before: ``[..., E]`` that of the step before.
+    """
+    product = step.double() * step_before.double()
+    return (product < 0).sum(-1).double() / (product != 0).sum(-1)
+
+
+def sequence_loads(ids_TK: Tensor, cu_seqlens_N1: Tensor, experts: int) -> Tensor:
+    """Loads of each sequence of a packed row, ``[N, E]`` int64.
+
+    Args:
+        ids_TK: ``[T, K]`` chosen experts, -1 where none.
+        cu_seqlens_N1: ``[N + 1]`` bounds of the sequences, from 0 to T.
+        experts: E.
+
+    Raises:
+        ValueError: bad shapes or a number of experts below 1; on the CPU also an expert that does not exist, or
+            bounds that do not go from 0 to T.
+    """
+    if ids_TK.dim() != 2 or cu_seqlens_N1.dim() != 1 or len(cu_seqlens_N1) < 1 or experts < 1:
+        raise ValueError(
+            f"ids_TK, cu_seqlens_N1, experts: found {tuple(ids_TK.shape)}, {tuple(cu_seqlens_N1.shape)}, {experts}, "
+            "need [T, K], [N + 1], at least 1"
+        )
+    if not ids_TK.is_cuda:
+        if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < experts:
+            raise ValueError(f"ids_TK: found {int(ids_TK.min())} to {int(ids_TK.max())}, need -1 to {experts - 1}")
+        bounds = cu_seqlens_N1.tolist()
+        if bounds[0] != 0 or bounds[-1] != len(ids_TK) or bounds != sorted(bounds):
+            raise ValueError(f"cu_seqlens_N1: found {bounds[:4]} … {bounds[-1]}, need 0 up to T = {len(ids_TK)}")
+    sequences = len(cu_seqlens_N1) - 1
+    tokens_T = torch.arange(len(ids_TK), device=ids_TK.device)
+    sequence_T = torch.searchsorted(cu_seqlens_N1[1:].to(ids_TK.device).long(), tokens_T, right=True)
+    # one cell a sequence more takes the -1 of padding
+    cells_TK = sequence_T[:, None] * (experts + 1) + ids_TK.long() + 1
+    counts = torch.bincount(cells_TK.reshape(-1), minlength=sequences * (experts + 1))
+    return counts.view(sequences, experts + 1)[:, 1:]
+
+
 def dead_experts(loads: Tensor, least_expected: float = 10.0) -> Tensor:
     """Experts without a token where the mean load is above ``least_expected``, ``[...]`` int64.
 
     With few tokens an expert (one decoding step, say) zeros are chance: at a mean of 10 a zero has odds of e^-10.
     """
     return ((loads == 0) & (loads.double().mean(-1, keepdim=True) > least_expected)).sum(-1)
+
+
+def dead_over_steps(loads: Tensor, least_expected: float = 10.0) -> Tensor:
+    """Experts without a token in a whole window of steps, ``[...]`` int64.
+
+    Args:
+        loads: ``[W, ..., E]``, the first dimension are the steps.
+        least_expected: tokens that an expert should have got in the window, for it to count.
+    """
+    return dead_experts(loads.sum(0), least_expected)
+
+
+def silence(before: Tensor, loads: Tensor) -> Tensor:
+    """Tokens each expert should have got since it last got one, ``[..., E]`` fp64: dead_over_steps without the steps.
+
+    Start with zeros and hand each step's result to the next; an expert whose silence is above 10 has been dead for as
+    many steps as that takes, few or many.
+    """
+    loads = loads.double()
+    return torch.where(loads > 0, 0.0, before + loads.mean(-1, keepdim=True))
 
 
 class LoadPercentiles(NamedTuple):
@@ -106,3 +212,28 @@ def sampling_floor(tokens: int, k: int, experts: int) -> SamplingFloor:
         return SamplingFloor(0.0, 0.0)
     mean = tokens * k / experts
     return SamplingFloor(mean**-0.5, math.sqrt(2.0 * math.log(experts) / mean))
+
+
+def sampling_floors(tokens: Tensor, k: int, experts: int) -> tuple[Tensor, Tensor, LoadPercentiles]:
+    """`sampling_floor` of many windows at once, and the load percentiles that chance alone gives.
+
+    The last are 1 + z / sqrt(L), z the normal quantile, and not below 0: a balanced router's P95 is above 1 too.
+
+    Args:
+        tokens: ``[...]`` tokens of each window; 0 gives a floor of 0, and percentiles of 1.
+        k, experts: see `sampling_floor`.
+
+    Returns:
+        Floors of CV and of MaxVio, ``[...]`` fp64 each, and percentiles, ``[...]`` each.
+
+    Raises:
+        ValueError: k is not 1 to ``experts``.
+    """
+    if not 1 <= k <= experts:
+        raise ValueError(f"k, experts: found {k}, {experts}, need 1 <= k <= experts")
+    mean = tokens.double() * k / experts
+    even = (mean <= 0) | (k == experts)
+    cv = torch.where(even, 0.0, mean.clamp(min=1e-300).rsqrt())
+    percents = torch.tensor(_PERCENTS, dtype=torch.float64, device=tokens.device)
+    spread = (1.0 + cv.unsqueeze(-1) * torch.special.ndtri(percents)).clamp(min=0.0)
+    return cv, cv * math.sqrt(2.0 * math.log(experts)), LoadPercentiles(*spread.unbind(-1))
