@@ -1,4 +1,5 @@
-"""Model configuration: one frozen dataclass and the presets, and a part of a data mixture. No framework.
+"""Model configuration: one frozen dataclass and the presets; a part of a data mixture; how experts are balanced. No
+framework.
 
 Every default is Kimi K3's (report, arXiv 2607.24653, and its released configuration); a preset states what differs.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 GateKind = Literal["bounded", "softplus"]
+ScoreDomain = Literal["sigmoid", "logit"]
 ResidualKind = Literal["attn_res", "plain", "chunk", "shallow_to_deep"]
 
 # ln of the largest finite float32 (and bfloat16): decay factors inside one tile must stay below e^88.
@@ -46,6 +48,75 @@ class SourceShare:
         if self.shortest < 0 or self.longest < 0 or (self.longest and self.longest < self.shortest):
             found = f"shortest {self.shortest}, longest {self.longest}"
             raise ValueError(f"{where}: found {found}, need 0 <= shortest <= longest (longest 0: no limit)")
+
+
+PolicyName = Literal["qb", "sign", "aux", "load_quantile", "stateless", "freeze", "replay", "none"]
+
+# Dials that a policy reads. One that is set for a policy that does not read it is an error, not a wish unheard.
+_DIALS: dict[str, tuple[str, ...]] = {
+    "qb": ("estimator", "score_domain", "ema"),
+    "sign": ("sign_step",),
+    "aux": ("aux_weight",),
+    "load_quantile": ("load_rate", "load_window", "load_band"),
+    "stateless": ("mode", "quantile", "threshold_source", "capacity", "rounds", "ema"),
+    "freeze": (),
+    "replay": (),
+    "none": (),
+}
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """How training keeps the load of experts even: a policy and its dials (`trine.balance`, README.md there).
+
+    Raises:
+        ValueError: at construction, naming the field, the value found and the value needed; also for a dial that the
+            chosen policy does not read.
+    """
+
+    policy: PolicyName = "qb"  # what moves the routers' bias, or presses on the loss
+    estimator: Literal["report", "signed_log"] = "report"  # qb: histogram of required biases
+    score_domain: ScoreDomain = "sigmoid"  # qb: what the bias is added to; part of the trained model
+    ema: float = 0.0  # qb, stateless: share of the old bias (the running thresholds) kept in an update
+    sign_step: float = 1e-3  # sign: length of each step, in units of the score
+    aux_weight: float = 1e-2  # aux: weight of a loss that is 1 when loads are even
+    load_rate: float = 0.05  # load_quantile: bias moved for a load of twice the mean
+    load_window: int = 4  # load_quantile: steps whose loads are summed for one move
+    load_band: float = 3.0  # load_quantile: standard deviations of sampling noise inside which nothing moves
+    mode: Literal["drop", "reassign", "dual"] = "dual"  # stateless: what happens beyond an expert's share
+    quantile: Literal["exact", "histogram", "sketch"] = "exact"  # stateless: how thresholds are found
+    threshold_source: Literal["batch", "running"] = "batch"  # stateless: in training; otherwise always running
+    capacity: float = 1.0  # stateless, drop and reassign: most tokens of an expert over its even share
+    rounds: int = 3  # stateless: updates in dual, proposals in reassign
+    check_every: int = 100  # steps between comparisons of the bias over ranks; 0 never compares
+
+    def __post_init__(self) -> None:
+        need_finite(self, "balance.")
+        need_one_of("balance.policy", self.policy, _DIALS)
+        for name, choices in (
+            ("estimator", ("report", "signed_log")),
+            ("score_domain", ("sigmoid", "logit")),
+            ("mode", ("drop", "reassign", "dual")),
+            ("quantile", ("exact", "histogram", "sketch")),
+            ("threshold_source", ("batch", "running")),
+        ):
+            need_one_of(f"balance.{name}", getattr(self, name), choices)
+        _need(0 <= self.ema < 1, "balance.ema", self.ema, "0 to below 1")
+        for name in ("sign_step", "aux_weight", "load_rate", "capacity"):
+            _need(getattr(self, name) > 0, f"balance.{name}", getattr(self, name), "more than 0")
+        _need(self.load_window >= 1, "balance.load_window", self.load_window, "at least 1")
+        _need(self.load_band >= 0, "balance.load_band", self.load_band, "0 or more")
+        _need(self.rounds >= 1, "balance.rounds", self.rounds, "at least 1")
+        _need(self.check_every >= 0, "balance.check_every", self.check_every, "0 (never) or more")
+        read = self.dials()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            unread = f"{field.default!r}, as the policy {self.policy!r} does not read it"
+            _need(field.name in read or value == field.default, f"balance.{field.name}", value, unread)
+
+    def dials(self) -> dict[str, Any]:
+        """The policy and the values that it reads: all that changes what a run computes, and `check_every`."""
+        return {name: getattr(self, name) for name in ("policy", *_DIALS[self.policy], "check_every")}
 
 
 @dataclass(frozen=True)
@@ -91,6 +162,7 @@ class ModelConfig:
     embed_std: float = 1.0  # see `Presets` in the README: 1.0 keeps every norm's epsilon negligible at step 0
     init_std: float | None = None  # of every matrix; None = fan_in ** -0.5
     mtp: bool = False  # one layer more that predicts the token after the next, used in training only
+    score_domain: ScoreDomain = "sigmoid"  # what the routers' bias is added to; "logit" is for saturated routers only
 
     def __post_init__(self) -> None:
         need_finite(self)
@@ -114,6 +186,7 @@ class ModelConfig:
         _need(span < MAX_TILE_LOG_RANGE, "g_min", self.g_min, f"{limit} = {span:g}")
         need_one_of("gate_kind", self.gate_kind, ("bounded", "softplus"))
         need_one_of("residual", self.residual, ("attn_res", "plain", "chunk", "shallow_to_deep"))
+        need_one_of("score_domain", self.score_domain, ("sigmoid", "logit"))
         if self.residual == "shallow_to_deep":
             _need(bool(self.shallow_layers), "shallow_layers", self.shallow_layers, "at least one layer")
             _need(bool(self.deep_layers), "deep_layers", self.deep_layers, "at least one layer")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -25,6 +25,8 @@ from trine.nn import (
 )
 from trine.ops.cross_entropy import linear_cross_entropy
 from trine.ops.router import RouterStats
+from trine.ops.router.auxiliary import LoadPressure
+from trine.ops.router.stateless import Stateless
 
 if TYPE_CHECKING:
     from trine.cache import HybridCache
@@ -83,11 +85,11 @@ class DecoderLayer(nn.Module):
         """The attention branch; `past` is this layer's entry of the cache."""
         return self.attention(self.attention_norm(h_TD), cu_seqlens_N1, past, step)
 
-    def feed(self, h_TD: Tensor, mask_T: Tensor | None) -> Tensor:
+    def feed(self, h_TD: Tensor, mask_T: Tensor | None, replay_TK: Tensor | None = None) -> Tensor:
         """The feed-forward branch."""
         x_TD = self.feed_forward_norm(h_TD)
         if isinstance(self.feed_forward, LatentMoE):
-            return self.feed_forward(x_TD, mask_T)
+            return self.feed_forward(x_TD, mask_T, replay_TK)
         return self.feed_forward(x_TD)
 
 
@@ -144,6 +146,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = False
+        self.pressure: LoadPressure | None = None
         self.layers: Any  # a ModuleList, which types its items as plain modules
         with torch.device(device) if device is not None else nullcontext():
             self.embed = nn.Embedding(config.vocab_size, config.width)
@@ -178,6 +181,7 @@ class Model(nn.Module):
         cu_seqlens_N1: Tensor | None = None,
         cache: HybridCache | None = None,
         mask_T: Tensor | None = None,
+        replay_LTK: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, `[T, width]`; `logits` turns them into scores.
 
@@ -187,18 +191,22 @@ class Model(nn.Module):
                 sequences, one new token for each of them (T = N).
             cache: what the sequences carry; read, and replaced by what they carry after these tokens.
             mask_T: False for padding tokens, which the routers then do not count.
+            replay_LTK: `[L, T, k]` int64 experts that the L MoE layers use instead of their own choice, in the order of
+                the layers (what `recorded_routing` gave; the MTP layer, which is not among them, always chooses).
 
         Raises:
-            ValueError: ids outside the vocabulary, or lengths that do not fit the cache.
+            ValueError: ids outside the vocabulary, lengths that do not fit the cache, or another number of layers.
         """
         _check_tokens(tokens_T, self.config.vocab_size)
+        replay = _by_layer(replay_LTK, self.config.moe_layers)
         step = cache is not None and cache.is_step(tokens_T.shape[0], cu_seqlens_N1)
         stream = self.residual.start(self.embed(tokens_T))
         for i, layer in enumerate(self.layers):
             past = None if cache is None else cache.layers[i]
             a_TD, past = self._run(layer.attend, layer, stream.attention_input(i), cu_seqlens_N1, past, step)
             stream.add_attention(i, a_TD)
-            stream.add_feed_forward(i, self._run(layer.feed, layer, stream.feed_forward_input(i), mask_T))
+            h_TD = stream.feed_forward_input(i)
+            stream.add_feed_forward(i, self._run(layer.feed, layer, h_TD, mask_T, replay.get(i)))
             if cache is not None:
                 cache.layers[i] = past
         if cache is not None:
@@ -209,18 +217,34 @@ class Model(nn.Module):
         """Scores of the next token, `[T, vocab]`, float32 (float64 for a float64 model)."""
         return self.head(hidden_TD).to(torch.promote_types(hidden_TD.dtype, torch.float32))
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, replay_LTK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Sum over the batch of weight · (-ln p(target)) in nats, and the sum of the weights.
 
-        In training the gradient also holds that of the MTP layer's loss times its weight; the value does not.
+        In training the gradient also holds that of the MTP layer's loss times its weight, and that of the auxiliary
+        losses of the routers times theirs; the value does not. `replay_LTK`: see `forward`.
         """
-        hidden_TD = self(batch.tokens_T, batch.cu_seqlens_N1, mask_T=batch.mask_T)
+        hidden_TD = self(batch.tokens_T, batch.cu_seqlens_N1, mask_T=batch.mask_T, replay_LTK=replay_LTK)
         loss, weight = linear_cross_entropy(hidden_TD, self.head.weight, batch.targets_T, batch.weights_T)
         if self.mtp is not None and self.mtp.weight and self.training and torch.is_grad_enabled():
             ahead, ahead_weight = self.mtp_loss(hidden_TD, batch)
             self.mtp.seen.see(ahead, ahead_weight)
             loss = loss + self.mtp.weight * (ahead - ahead.detach())
+        if self.pressure is not None:
+            auxiliary = self._take_auxiliary(batch)
+            if auxiliary is not None:
+                loss = loss + self.pressure.weight * (auxiliary - auxiliary.detach())
         return loss, weight
+
+    def _take_auxiliary(self, batch: Batch) -> Tensor | None:
+        """Sum over the batch of weight · auxiliary loss, over all MoE layers of the pass just done: a token counts as
+        much as its own loss does, so micro-batches of a step add up to the step."""
+        weights_T = batch.weights_T.masked_fill(batch.targets_T == IGNORE_INDEX, 0.0)
+        found = []
+        for moe in self._moes():
+            if moe.auxiliary_T is not None:
+                found.append((moe.auxiliary_T * weights_T).sum())
+                moe.auxiliary_T = None
+        return torch.stack(found).sum() if found else None
 
     def mtp_loss(self, hidden_TD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Loss of the token after the next, summed as in `loss`; the last position of each sequence has none.
@@ -256,9 +280,43 @@ class Model(nn.Module):
         stats = self.router_stats.replica()
         shared: dict[int, Any] = {id(p): p for p in self.parameters()}
         shared[id(self.router_stats)] = stats
+        shared[id(self.pressure)] = self.pressure
         for index, moe in enumerate(self._moes()):
             shared[id(moe.stats)] = stats.layer(index)
         return copy.deepcopy(self, shared)
+
+    def set_balance(self, *, stateless: Stateless | None = None, pressure: LoadPressure | None = None) -> None:
+        """What balancing does in the forward pass, in training only; `trine.balance.install_policy` calls this.
+
+        Args:
+            stateless: thresholds of the batch choose experts.
+            pressure: an auxiliary loss acts on the scores.
+        """
+        self.pressure = pressure
+        for moe in self._moes():
+            moe.stateless, moe.pressure = stateless, pressure
+
+    @contextmanager
+    def recorded_routing(self) -> Iterator[list[Tensor]]:
+        """Inside, each forward pass (or step of decoding) appends its choices, `[L, T, k]`, to the list this gives:
+        what `forward` takes back as `replay_LTK`. Those of the MTP layer are not among them."""
+        passes: list[Tensor] = []
+        heard: list[Tensor] = []
+        moes = [self.layers[i].feed_forward for i in self.config.moe_layers]
+
+        def collect(*_: Any) -> None:
+            passes.append(torch.stack(heard))
+            heard.clear()
+
+        hook = self.register_forward_hook(collect)
+        for moe in moes:
+            moe.heard = heard
+        try:
+            yield passes
+        finally:
+            hook.remove()
+            for moe in moes:
+                moe.heard = None
 
     def _moes(self) -> list[LatentMoE]:
         return [module for module in self.modules() if isinstance(module, LatentMoE)]
@@ -298,6 +356,16 @@ def _residual(config: ModelConfig) -> AttnResidual | ChunkResidual | ShallowToDe
     if c.residual == "shallow_to_deep":
         return ShallowToDeepResidual(c.width, c.shallow_layers, c.deep_layers)
     return PlainResidual()
+
+
+def _by_layer(replay_LTK: Tensor | None, moe_layers: tuple[int, ...]) -> dict[int, Tensor]:
+    if replay_LTK is None:
+        return {}
+    if replay_LTK.ndim != 3 or replay_LTK.shape[0] != len(moe_layers):
+        raise ValueError(
+            f"replay_LTK: found shape {tuple(replay_LTK.shape)}, need [{len(moe_layers)}, T, k], one row a MoE layer"
+        )
+    return dict(zip(moe_layers, replay_LTK, strict=True))
 
 
 def _check_tokens(tokens_T: Tensor, vocab_size: int) -> None:

@@ -13,7 +13,9 @@ from trine.nn.feed_forward import FeedForward
 from trine.nn.norm import RMSNorm
 from trine.nn.precision import at_least_float32
 from trine.ops.experts import grouped_experts
-from trine.ops.router import LayerStats, route
+from trine.ops.router import LayerStats, Routing, route
+from trine.ops.router.auxiliary import LoadPressure, auxiliary_loss
+from trine.ops.router.stateless import Stateless, route_stateless
 
 
 class LatentMoE(nn.Module):
@@ -21,6 +23,9 @@ class LatentMoE(nn.Module):
 
     The router reads the full-width x in float32; the bias only selects. `stats` is this layer's view of the model's
     `RouterStats`: it holds the bias and, while training, receives loads and required-bias histograms.
+
+    Balancing rules that act in the forward pass, in training only, are given from outside: `stateless` chooses experts
+    by thresholds of the batch; with `pressure` each pass leaves its tokens' auxiliary loss in `auxiliary_T`.
     """
 
     def __init__(
@@ -52,6 +57,10 @@ class LatentMoE(nn.Module):
             else None
         )
         self.stats: LayerStats | None = None
+        self.stateless: Stateless | None = None
+        self.pressure: LoadPressure | None = None
+        self.auxiliary_T: Tensor | None = None
+        self.heard: list[Tensor] | None = None  # where each pass appends its choices [T, k]; None keeps none
         self._recomputing = False
         self.reset_parameters()
 
@@ -69,13 +78,17 @@ class LatentMoE(nn.Module):
         finally:
             self._recomputing = False
 
-    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None) -> Tensor:
-        """Route and mix each token alone; tokens where `mask_T` is False are not counted."""
+    def forward(self, x_TD: Tensor, mask_T: Tensor | None = None, replay_TK: Tensor | None = None) -> Tensor:
+        """Route and mix each token alone; tokens where `mask_T` is False are not counted.
+
+        Args:
+            x_TD: tokens.
+            mask_T: bool, True for real tokens.
+            replay_TK: int64 experts to use instead of this router's own choice (routing replay).
+        """
         dtype = at_least_float32(x_TD.dtype)
         logits_TE = F.linear(x_TD.to(dtype), self.router.weight.to(dtype))
-        bias_E = self.stats.bias_E if self.stats is not None else logits_TE.new_zeros(logits_TE.shape[1])
-        counts = self.training and torch.is_grad_enabled() and not self._recomputing
-        routing = route(logits_TE, bias_E, self.top_k, stats=self.stats if counts else None, mask_T=mask_T)
+        routing = self._route(logits_TE, mask_T, replay_TK)
         u_TL = grouped_experts(
             *(self.latent_down(x_TD), routing.ids_TK, routing.weights_TK),
             *(self.expert_gate, self.expert_up, self.expert_down),
@@ -86,3 +99,21 @@ class LatentMoE(nn.Module):
             u_TL = self.latent_norm(u_TL)
         y_TD = self.latent_up(u_TL)
         return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+
+    def _route(self, logits_TE: Tensor, mask_T: Tensor | None, replay_TK: Tensor | None) -> Routing:
+        """Choose experts; count them, note the auxiliary loss and the choices of a first pass only."""
+        bias_E = self.stats.bias_E if self.stats is not None else logits_TE.new_zeros(logits_TE.shape[1])
+        trains = self.training and torch.is_grad_enabled()
+        stats = self.stats if trains and not self._recomputing else None
+        if self.stateless is not None and trains and replay_TK is None:
+            routing = route_stateless(logits_TE, bias_E, self.top_k, self.stateless, stats=stats, mask_T=mask_T)
+        else:
+            routing = route(logits_TE, bias_E, self.top_k, stats=stats, mask_T=mask_T, ids_TK=replay_TK)
+        if self.pressure is not None and trains and replay_TK is None:
+            # computed again in a recomputation, which must repeat the pass, but kept from the first one
+            auxiliary_T = auxiliary_loss(routing.scores_TE, self.pressure.layer(self.stats.index if self.stats else 0))
+            if not self._recomputing:
+                self.auxiliary_T = auxiliary_T
+        if self.heard is not None and not self._recomputing:
+            self.heard.append(routing.ids_TK)
+        return routing

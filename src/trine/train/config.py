@@ -20,7 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trine.config import ModelConfig, SourceShare, from_dict, need_finite, need_one_of, preset, to_dict
+from trine.config import (
+    BalanceConfig,
+    ModelConfig,
+    SourceShare,
+    from_dict,
+    need_finite,
+    need_one_of,
+    preset,
+    to_dict,
+)
 
 
 def _need(holds: bool, name: str, found: object, needed: str) -> None:
@@ -199,6 +208,7 @@ class TrainConfig:
     tokens: int = 2_097_152  # planned total: the cosine ends here
     stages: tuple[Stage, ...] = (Stage(),)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
     mtp: float = 0.0  # weight of the loss of one layer that predicts the token after the next; 0 builds no such layer
     on_spike: Literal["continue", "rollback"] = (
         "continue"  # rollback: back to the last checkpoint, without those batches
@@ -244,9 +254,11 @@ class TrainConfig:
         base = preset(PLAN_MODELS.get(self.preset, self.preset))
         try:
             changes = dict(_model_change(one) for one in self.model)
-            _need("vocab_size" not in changes, "vocab_size", changes.get("vocab_size"), "data.vocabulary to set it")
+            for name, instead in (("vocab_size", "data.vocabulary"), ("score_domain", "balance.score_domain")):
+                _need(name not in changes, name, changes.get(name), f"{instead} to set it")
             vocab_size = self.data.vocabulary or base.vocab_size
-            return from_dict({**to_dict(base), "vocab_size": vocab_size, "mtp": self.mtp > 0, **changes})
+            own = {"vocab_size": vocab_size, "mtp": self.mtp > 0, "score_domain": self.balance.score_domain}
+            return from_dict({**to_dict(base), **own, **changes})
         except ValueError as error:
             raise ValueError(f"model.{error}") from error
 
@@ -261,7 +273,19 @@ OPERATIONAL = frozenset(
 
 # Fields that came later, and the value with which a run computes what it did before they came: left out of the
 # trajectory then, so that a run keeps its hash.
-_LATER = {"mixture": [], "more": [], "qk_clip": 0.0, "mtp": 0.0, "model.mtp": False, "on_spike": "continue"}
+_LATER = {
+    "mixture": [],
+    "more": [],
+    "qk_clip": 0.0,
+    "mtp": 0.0,
+    "model.mtp": False,
+    "on_spike": "continue",
+    "model.score_domain": "sigmoid",
+    "balance.policy": "qb",
+    "balance.estimator": "report",
+    "balance.score_domain": "sigmoid",
+    "balance.ema": 0.0,
+}
 
 
 def _typed(kind: Any, value: Any, name: str) -> Any:
@@ -379,8 +403,9 @@ def train_preset(name: str) -> TrainConfig:
 
 
 def train_to_dict(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as JSON-ready values; `train_from_dict` reads it back."""
-    return typing.cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(config))))
+    """The configuration as JSON-ready values, of ``balance`` what its policy reads; `train_from_dict` reads it back."""
+    values = dataclasses.asdict(config) | {"balance": config.balance.dials()}
+    return typing.cast(dict[str, Any], json.loads(json.dumps(values)))
 
 
 def train_from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> TrainConfig:
@@ -482,13 +507,14 @@ def trajectory(config: TrainConfig) -> dict[str, Any]:
                 flat[prefix + key] = value
 
     rest = {key: value for key, value in train_to_dict(config).items() if key not in OPERATIONAL | {"model", "preset"}}
+    del rest["balance"]["check_every"]  # how often ranks are compared changes no number
     walk(rest, "")
     return {key: value for key, value in flat.items() if not _says_nothing(key, value)}
 
 
 def _says_nothing(key: str, value: Any) -> bool:
     last = key.rpartition(".")[2]
-    name = key if key in _LATER or key.startswith("model.") else last
+    name = key if key in _LATER or key.startswith(("model.", "balance.")) else last
     return name in _LATER and bool(value == _LATER[name])
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trine._log import logger
-from trine.balance import QuantileBalancing
+from trine.balance import install_policy
 from trine.config import to_dict
 from trine.data import Batch, DataError, Shards, prepare
 from trine.data._files import write_atomically
@@ -100,7 +100,7 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
         model = build_model(config, device)
         trainer = Trainer(
             *(model, plan, batches, config.optimizer),
-            balancer=QuantileBalancing(config.model_config().top_k),
+            balancer=install_policy(model, config.balance),
             folder=folder,
             callbacks=[*_callbacks(config, path, console, callbacks), *_short_guard(plan, shards)],
             keep=config.keep,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trine.balance import QuantileBalancing
+from trine.balance import install_policy
 from trine.data import Shards
 from trine.data.generated import RECALL
 from trine.model import Model
@@ -139,7 +139,7 @@ def _measure(config: TrainConfig, plan: Plan, batches: Batches, threads: int) ->
     model: Model = build_model(config, device)
     trainer = Trainer(
         *(model, plan, batches, config.optimizer),
-        balancer=QuantileBalancing(config.model_config().top_k),
+        balancer=install_policy(model, config.balance),
         workers=threads,
     )
     found: list[tuple[float | None, int | None]] = []

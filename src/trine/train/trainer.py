@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trine._log import logger
-from trine.balance import BalancePolicy
+from trine.balance import BalancePolicy, RankMismatch, Window
 from trine.data import IGNORE_INDEX, Batch
 from trine.model import Model
 from trine.ops._errors import check_errors
@@ -63,7 +63,7 @@ class Trainer:
         plan: all steps of the run.
         batches: see `Batches`.
         optimizer: rates and constants.
-        balancer: what updates the router bias; None leaves it.
+        balancer: what updates the router bias (`trine.balance.install_policy`); None leaves it.
         folder: where to save and report; None keeps nothing.
         callbacks: see `Callback`.
         keep: newest checkpoints that are kept.
@@ -101,6 +101,7 @@ class Trainer:
         self.non_finite_in_row = 0
         self.left_out: dict[int, list[int]] = {}  # stage -> steps of its data that a rollback has left out
         self.rollbacks = 0
+        self.window: Window | None = None  # what the routers saw in the last step; None without MoE layers
         self._batches = batches
         self._writer = Writer(folder.checkpoints, keep) if folder is not None and background else None
         watch_heads(model, self.config.qk_clip)
@@ -244,15 +245,23 @@ class Trainer:
             torch.cuda.synchronize(self._device)
 
     def _close_window(self, updated: bool) -> Tensor:
-        """Let the router bias follow an update, zero the statistics; returns the loads they held, ``[L, E]``."""
+        """Let the router bias follow an update, zero the statistics; returns the loads they held, ``[L, E]``.
+
+        Raises:
+            RunError: the ranks of the run hold different biases.
+        """
         stats = self.router_stats
         if stats is None:
             return torch.zeros(0, 1)
         if updated and self.balancer is not None:
-            return self.balancer.step(stats).loads_LE.cpu()
-        loads_LE = stats.loads_LE.long().cpu()
-        stats.zero_()
-        return loads_LE
+            try:
+                self.window = self.balancer.step(stats)
+            except RankMismatch as error:
+                raise RunError(f"step {self.step + 1}: {error}") from error
+        else:
+            self.window = Window.of(stats)
+            stats.zero_()
+        return self.window.loads_LE.cpu()
 
     def _first_bad(self, losses: Sequence[Tensor]) -> str:
         """Where a non-finite number was first seen: parameters, then losses, then gradients."""
