@@ -75,3 +75,90 @@ def test_sampling_floor_refuses(arguments: tuple[int, int, int]) -> None:
         balance.sampling_floor(*arguments)
     found = ", ".join(map(str, arguments))
     assert str(error.value) == f"tokens, k, experts: found {found}, need tokens >= 1 and 1 <= k <= experts"
+
+
+def test_effective_number_and_quantile_error() -> None:
+    loads_LE = torch.tensor([[5, 5, 5, 5], [10, 10, 0, 0], [20, 0, 0, 0], [0, 0, 0, 0]])
+    assert balance.effective_experts(loads_LE).tolist() == pytest.approx([4, 2, 1, 4])
+    assert float(balance.effective_experts(STEPS)) == pytest.approx(
+        math.exp(float(balance.entropy(STEPS)) * math.log(4))
+    )
+    # k / E = 1/2 of 10 tokens: shares 1/2; 1, 1, 0, 0; 2 (an expert twice would be wrong, and shows)
+    found = balance.quantile_error(loads_LE, torch.tensor([10, 10, 10, 0]), 2)
+    assert found.tolist() == pytest.approx([0, 0.5, 1.5, 0])
+
+
+def test_rank_overload_sums_neighbours() -> None:
+    loads_LE = torch.tensor([[4, 0, 1, 3, 2, 2], [6, 6, 0, 0, 0, 0], [0] * 6])
+    assert balance.rank_overload(loads_LE, 3).tolist() == pytest.approx([1.0, 3.0, 1.0])
+    assert balance.rank_overload(loads_LE, 2).tolist() == pytest.approx([7 / 6, 2.0, 1.0])
+    assert balance.rank_overload(loads_LE, 1).tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match="ranks: found 4, need a divisor of the 6 experts"):
+        balance.rank_overload(loads_LE, 4)
+
+
+def test_sign_flips() -> None:
+    step = torch.tensor([[1.0, -1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    before = torch.tensor([[-3.0, 1.0, 1.0, 5.0], [1.0, 1.0, 1.0, 1.0]])
+    found = balance.sign_flip_rate(step, before)
+    assert float(found[0]) == pytest.approx(2 / 3) and math.isnan(float(found[1]))
+    noise = torch.randn(3, 100_000).diff(dim=0)
+    assert float(balance.sign_flip_rate(noise[1], noise[0])) == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_sequence_loads() -> None:
+    ids_TK = torch.tensor([[0, 1], [2, -1], [1, 2], [-1, -1], [3, 0], [3, 1]])
+    bounds = torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32)
+    found = balance.sequence_loads(ids_TK, bounds, 4)
+    assert found.tolist() == [[1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]]
+    assert found.sum(0).tolist() == [2, 3, 2, 2] and found.dtype == torch.int64
+    assert balance.sequence_loads(ids_TK[:0], torch.tensor([0]), 4).shape == (0, 4)
+    # the three scopes differ by their leading dimensions only
+    assert balance.max_violation(found).tolist() == pytest.approx([1 / 3, 0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "bounds", "words"),
+    [
+        ([[4, 0]], [0, 1], "ids_TK: found 0 to 4, need -1 to 3"),
+        ([[-2, 0]], [0, 1], "ids_TK: found -2 to 0"),
+        ([[1, 0]], [0, 2], "cu_seqlens_N1: found .* need 0 up to T = 1"),
+        ([[1, 0], [1, 0]], [0, 2, 1, 2], "cu_seqlens_N1"),
+        ([[1, 0]], [1, 1], "cu_seqlens_N1"),
+        ([1, 0], [0, 2], "need \\[T, K\\]"),
+    ],
+)
+def test_sequence_loads_refuse(ids: list, bounds: list[int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        balance.sequence_loads(torch.tensor(ids), torch.tensor(bounds), 4)
+
+
+def test_dead_over_several_steps() -> None:
+    """Six tokens an expert a step prove nothing in one step, twelve in two do."""
+    loads_SLE = torch.tensor([[[12, 0, 6, 6]], [[12, 0, 12, 0]], [[8, 4, 6, 6]]])
+    assert balance.dead_over_steps(loads_SLE[:1]).tolist() == [0]
+    assert balance.dead_over_steps(loads_SLE[:2]).tolist() == [1]
+    assert balance.dead_over_steps(loads_SLE).tolist() == [0]
+    silent = torch.zeros(1, 4, dtype=torch.float64)
+    seen = [silent := balance.silence(silent, loads_LE) for loads_LE in loads_SLE]
+    assert [one.tolist() for one in seen] == [[[0, 6, 0, 0]], [[0, 12, 0, 6]], [[0, 0, 0, 0]]]
+    assert [int((one > 10).sum()) for one in seen] == [0, 1, 0]
+
+
+def test_floors_of_many_windows() -> None:
+    cv, max_vio, percentiles = balance.sampling_floors(torch.tensor([4096, 0, 9]), 2, 56)
+    one = balance.sampling_floor(4096, 2, 56)
+    assert (float(cv[0]), float(max_vio[0])) == pytest.approx(one)
+    assert (float(cv[1]), float(max_vio[1])) == (0.0, 0.0)
+    assert [float(p[0]) for p in percentiles] == pytest.approx(
+        [1 + z * one.cv for z in (-2.3263479, -1.6448536, 0, 1.6448536, 2.3263479)], abs=1e-6
+    )
+    assert [float(p[1]) for p in percentiles] == [1.0] * 5 and float(percentiles.p1[2]) == 0.0
+    assert float(balance.sampling_floors(torch.tensor(7), 4, 4)[1]) == 0.0
+    with pytest.raises(ValueError, match="k, experts: found 5, 4"):
+        balance.sampling_floors(torch.tensor(7), 5, 4)
+    # what a balanced router's loads really show
+    ids = torch.rand(20_000, 56).topk(2).indices.reshape(-1)
+    found = balance.load_percentiles(torch.bincount(ids, minlength=56))
+    floor = balance.sampling_floors(torch.tensor(20_000), 2, 56)[2]
+    assert float(found.p95) == pytest.approx(float(floor.p95), abs=0.03)

@@ -28,6 +28,7 @@ _MOST_ROWS = 200_000  # more frames than any file has; what a damaged one claims
 _MOST_BYTES = 1 << 28
 _MOST_NOTES = 20
 _TIERS = 12
+_FAILURES = (sqlite3.Error, UnicodeDecodeError)  # the latter: a damaged name inside SQLite's own message
 
 
 class Point(NamedTuple):
@@ -71,6 +72,7 @@ class RecorderReader:
         self._lock = threading.RLock()
         self._database: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
+        self._openings = 0
         with self._lock:
             self._current()
 
@@ -103,13 +105,14 @@ class RecorderReader:
         try:
             self._database = self._connect(status.st_size)
             self.meta: dict[str, Any] = read_meta(self._database, self.path)
-        except sqlite3.Error as error:
+        except _FAILURES as error:
             self.close()
             raise RecordError(f"{self.path}: is damaged ({error})") from error
         except RecordError:
             self.close()
             raise
         self._identity = identity
+        self._openings += 1
         self.shape = Shape(self.meta["layers"], self.meta["experts"])
         names = self.meta["summary"]
         self._columns = [names.index(name) if name in names else None for name in SUMMARY]
@@ -119,23 +122,15 @@ class RecorderReader:
         if size == 0:
             raise RecordError(f"{self.path}: is empty")
         uri = self.path.absolute().as_uri() + "?mode=ro"
-        database = sqlite3.connect(uri, uri=True, timeout=5.0, check_same_thread=False)
         try:
-            _harden(database)
-            database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+            return _opened(uri)
         except sqlite3.OperationalError:
-            database.close()
             if os.access(self.path.parent, os.W_OK):
                 raise
-            # On a medium that cannot be written SQLite cannot make its index of the journal; the file alone is whole
-            # when the recorder was closed.
-            self._note("the folder cannot be written to; steps that are only in the journal are not shown")
-            database = sqlite3.connect(uri + "&immutable=1", uri=True, check_same_thread=False)
-            _harden(database)
-        except sqlite3.Error:
-            database.close()
-            raise
-        return database
+        # On a medium that cannot be written SQLite cannot make its index of the journal; the file alone is whole when
+        # the recorder was closed.
+        self._note("the folder cannot be written to; steps that are only in the journal are not shown")
+        return _opened(uri + "&immutable=1")
 
     def _rows(self, statement: str, values: Sequence[int] = ()) -> list[tuple[Any, ...]]:
         """All rows of a query, or those before the place where the file is damaged."""
@@ -146,7 +141,7 @@ class RecorderReader:
                 # one by one: what was read before the damage counts
                 for row in database.execute(statement, values):
                     rows.append(row)
-            except sqlite3.Error as error:
+            except _FAILURES as error:
                 if not rows:
                     raise RecordError(f"{self.path}: is damaged ({error})") from error
                 self._note(f"part of it is damaged ({error})")
@@ -179,10 +174,9 @@ class RecorderReader:
             database = self._current()
             try:
                 (number,) = database.execute("PRAGMA data_version").fetchone()
-            except sqlite3.Error as error:
+            except _FAILURES as error:
                 raise RecordError(f"{self.path}: is damaged ({error})") from error
-            assert self._identity is not None
-            return (*self._identity, number)
+            return (self._openings, number)
 
     def counts(self) -> dict[str, float]:
         """Steps ``written``, ``dropped`` and ``failed`` by the process that wrote last, and the ``time`` it did."""
@@ -206,11 +200,8 @@ class RecorderReader:
         Raises:
             RecordError: nothing can be read.
         """
-        until = (1 << 62) if last is None else last
-        rows = self._rows(
-            "SELECT tier, first, last, steps FROM frames WHERE last >= ? AND first <= ? ORDER BY tier, first LIMIT ?",
-            (first, until, _MOST_ROWS),
-        )
+        query = "SELECT tier, first, last, steps FROM frames ORDER BY tier, first LIMIT ?"
+        rows = self._rows(query, (_MOST_ROWS,))
         tiers: dict[int, list[Point]] = {}
         for row in rows:
             if all(type(one) is int for one in row) and 0 <= row[0] < _TIERS and 1 <= row[1] <= row[2] and row[3] >= 1:
@@ -224,6 +215,7 @@ class RecorderReader:
                 end = older[-1].last
                 chosen = [point for point in chosen if point.first > end]
             chosen = older + chosen
+        chosen = [one for one in chosen if one.last >= first and (last is None or one.first <= last)]
         if most is not None and len(chosen) > max(1, most):
             picks = np.linspace(0, len(chosen) - 1, max(1, most)).round().astype(int)
             chosen = [chosen[i] for i in dict.fromkeys(picks.tolist())]
@@ -359,10 +351,15 @@ def _blob(value: Any) -> bytes:
     return value
 
 
-def _harden(database: sqlite3.Connection) -> None:
-    """Believe nothing a strange file says, and write nothing."""
-    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
-    database.execute("PRAGMA trusted_schema = OFF")
-    database.execute("PRAGMA cell_size_check = ON")
-    database.execute("PRAGMA query_only = ON")
-    database.execute("PRAGMA mmap_size = 0")
+def _opened(uri: str) -> sqlite3.Connection:
+    """A connection that believes nothing a strange file says, and writes nothing."""
+    database = sqlite3.connect(uri, uri=True, timeout=5.0, check_same_thread=False)
+    try:
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
+        for setting in ("trusted_schema = OFF", "cell_size_check = ON", "query_only = ON", "mmap_size = 0"):
+            database.execute(f"PRAGMA {setting}")
+        database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    except _FAILURES:
+        database.close()
+        raise
+    return database
