@@ -258,7 +258,7 @@ def test_logits_in_a_sigmoid_range_are_refused() -> None:
     ("changes", "message"),
     [
         ({"k": 9}, "k: found 9, need 1 <= k <= 8, the number of experts"),
-        ({"method": "median"}, "method: found 'median', need 'exact' or 'histogram'"),
+        ({"method": "median"}, "method: found 'median', need 'exact', 'histogram' or 'signed_log'"),
         ({"bins": 0}, "bins: found 0, need at least 1"),
         ({"bias_E": torch.zeros(3)}, "bias_E: found shape (3,), need [8], one value an expert"),
         ({"bias_E": torch.full((8,), torch.nan)}, "bias_E: found a non-finite value, need finite biases"),

@@ -273,7 +273,7 @@ def test_state_dict_is_a_copy_and_loading_is_all_or_nothing() -> None:
     stats.zero_()
     assert int(saved["loads_LE"].sum()) == 18
     before = stats.state_dict()
-    names = ["bias_LE", "counters_LF", "edges_L2", "histograms_LEB", "loads_LE"]
+    names = sorted(saved)
     bad = {
         f"state: found {names[1:]}, need exactly {names}": {n: saved[n] for n in names[1:]},
         f"state: found {sorted([*names, 'more'])}, need exactly {names}": {**saved, "more": saved["bias_LE"]},
@@ -321,8 +321,8 @@ def test_a_bias_may_not_change_inside_a_window() -> None:
     with pytest.raises(ValueError) as error:
         route(torch.randn(8, EXPERTS), torch.arange(8.0), K, stats=stats.layer(0))
     assert str(error.value) == (
-        "bias_E: found one whose histogram has (lower end, width) [-1.0, 0.008999999612569809], need that of the bias "
-        "this window was opened with, [-1.0, 0.0020000000949949026]: a bias may change only after zero_()"
+        "bias_E: found one that differs by up to 7 from the bias this window was opened with: a bias may change only "
+        "after zero_()"
     )
     with pytest.raises(ValueError, match=r"set_bias_: found counts of an open window, need zero_\(\) first"):
         stats.set_bias_(torch.zeros(1, EXPERTS))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trine.ops.router.grid import SCORE_DOMAINS
 from trine.ops.router.quantile import balanced_assignment, check_bias, check_k, check_mask, may_read, solve_bias
 from trine.ops.router.select import top_ids
 from trine.ops.router.stats import COUNTERS, LayerStats, RouterStats
@@ -23,6 +25,8 @@ __all__ = [
 
 # half a unit in the last place of 1.0: a sigmoid this close to 0 has a mirror image that is 1.0 in fp32
 _HALF_ULP = 2.0**-25
+# the same in logits: where an fp32 sigmoid becomes 1, and where it falls below half a unit
+_LOGIT_ABOVE, _LOGIT_BELOW = 24 * math.log(2.0), -25 * math.log(2.0)
 
 
 class Routing(NamedTuple):
@@ -32,7 +36,8 @@ class Routing(NamedTuple):
         ids_TK: ``[T, k]`` int64 experts, by descending biased score; -1 in rows that ``mask_T`` leaves out.
         weights_TK: ``[T, k]`` mixing weights from raw scores, fp32 (fp64 for fp64 logits); 0 in rows left out.
             The gradient of the router flows through them.
-        cutoff_T: ``[T]`` the (k+1)-th largest biased score; -inf when k = E, where every expert is chosen.
+        cutoff_T: ``[T]`` the (k+1)-th largest biased score (logit, see ``score_domain``); -inf when k = E, where
+            every expert is chosen.
         scores_TE: ``[T, E]`` raw scores, differentiable.
     """
 
@@ -53,6 +58,7 @@ def route(
     stats: LayerStats | None = None,
     mask_T: Tensor | None = None,
     ids_TK: Tensor | None = None,
+    score_domain: str = "sigmoid",
 ) -> Routing:
     """Choose k experts a token by score + bias and weigh them by raw score (K3 report Eq. 11 and 13).
 
@@ -71,6 +77,8 @@ def route(
         mask_T: ``[T]`` bool, true for real tokens. Other rows go to no expert and are counted nowhere.
         ids_TK: ``[T, k]`` int64 choices to replay instead of the live ones (reinforcement learning). Weights come from
             the live scores. Loads are counted, required biases are not: a bias learns from live choices only.
+        score_domain: ``"sigmoid"``: the bias is added to scores (K3 report; also with softmax). ``"logit"``: to logits,
+            weights still from scores: for routers so saturated that scores of different tokens are equal in fp32.
 
     Returns:
         `Routing`.
@@ -83,6 +91,10 @@ def route(
         # recorded choices hold -1 in padding rows; any valid row will do there, its weights become 0 below
         ids_TK = torch.where(mask_T[:, None], ids_TK, torch.arange(k, device=ids_TK.device))
     _check_route(logits_TE, bias_E, k, score, mask_T, ids_TK)
+    if score_domain not in SCORE_DOMAINS:
+        raise ValueError(f"score_domain: found {score_domain!r}, need one of {list(SCORE_DOMAINS)}")
+    if stats is not None and stats.score_domain != score_domain:
+        raise ValueError(f"score_domain: found {score_domain!r}, need {stats.score_domain!r}, that of stats")
     experts = logits_TE.shape[1]
     logits_TE = logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
     if mask_T is not None:  # padding may hold anything, and 0 * NaN would reach the gradient
@@ -90,7 +102,10 @@ def route(
     scores_TE = torch.sigmoid(logits_TE) if score == "sigmoid" else torch.softmax(logits_TE, dim=1)
 
     with torch.no_grad():
-        biased_TE = scores_TE.detach() + bias_E.detach().to(scores_TE.dtype)
+        base_TE = (scores_TE if score_domain == "sigmoid" else logits_TE).detach()
+        biased_TE = base_TE + bias_E.detach().to(base_TE.dtype)
+        if score_domain == "logit":
+            biased_TE += 0.0  # -0.0 becomes +0.0, as `top_ids` needs it
         live_ids_TN = top_ids(biased_TE, min(k + 1, experts))
         if k < experts:
             cutoff_T = biased_TE.gather(1, live_ids_TN[:, k:]).squeeze(1)
@@ -110,8 +125,11 @@ def route(
 
     if stats is not None:
         counted_T = cutoff_T if k < experts and ids_TK is None else None
-        below = _HALF_ULP if score == "sigmoid" else -1.0
-        stats.add(chosen_TK, scores_TE.detach(), counted_T, mask_T, bias_E, below)
+        if score_domain == "logit":
+            limits = (_LOGIT_BELOW, _LOGIT_ABOVE) if score == "sigmoid" else (-math.inf, math.inf)
+        else:
+            limits = (_HALF_ULP if score == "sigmoid" else -1.0, 1.0)
+        stats.add(chosen_TK, base_TE, counted_T, mask_T, bias_E, *limits)
     return Routing(chosen_TK, weights_TK, cutoff_T, scores_TE)
 
 

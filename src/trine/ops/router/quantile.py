@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trine.ops.router.grid import SCORE_DOMAINS, Grid, find_quantile
 from trine.ops.router.select import top_ids
 
 _ROWS = 4096
@@ -34,12 +35,17 @@ def histogram_edges(bias_LE: Tensor, bins: int) -> Tensor:
     Returns:
         ``[..., 2]`` fp32: lower end, bin width.
     """
-    low, high = torch.aminmax(bias_LE.double(), dim=-1)
-    return torch.stack((low - 1.0, (high - low + 2.0) / bins), dim=-1).float()
+    return Grid("report", "sigmoid", bins).edges(bias_LE, bias_LE.new_ones(bias_LE.shape[:-1]))
 
 
 def count_required_bias(
-    scores_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None, edges_2: Tensor, counts_EB: Tensor
+    scores_TE: Tensor,
+    cutoff_T: Tensor,
+    valid_T: Tensor | None,
+    edges_2: Tensor,
+    counts_EB: Tensor,
+    grid: Grid | None = None,
+    anchor_E: Tensor | None = None,
 ) -> None:
     """Add each valid token's required bias of every expert to the histogram, in place.
 
@@ -47,8 +53,10 @@ def count_required_bias(
         scores_TE: ``[T, E]`` raw scores, fp32 or fp64.
         cutoff_T: ``[T]`` biased cutoffs.
         valid_T: ``[T]`` bool, None for all; other rows add nothing (they may hold NaN).
-        edges_2: ``[2]`` fp32, from `histogram_edges` of the bias in use.
+        edges_2: ``[2]`` fp32, from `Grid.edges` of the bias in use.
         counts_EB: ``[E, bins]`` contiguous int32.
+        grid: the signed-log grid, whose bins lie around ``anchor_E``; None: equal bins.
+        anchor_E: ``[E]`` fp32, the bias in use; with ``grid``.
     """
     experts, bins = counts_EB.shape
     if may_read(scores_TE):
@@ -59,7 +67,8 @@ def count_required_bias(
             for first in range(0, experts, _COLUMNS):
                 part_EB = counts_EB[first : first + _COLUMNS]
                 part_TE = scores_TE[rows : rows + _ROWS, first : first + _COLUMNS]
-                index_N = _flat_bins(part_TE, cutoff_T[rows : rows + _ROWS], edges_2, bins).view(-1)
+                part_E = None if anchor_E is None else anchor_E[first : first + _COLUMNS]
+                index_N = _flat_bins(part_TE, cutoff_T[rows : rows + _ROWS], edges_2, bins, grid, part_E).view(-1)
                 part_EB.view(-1).index_add_(0, index_N, ones.expand(index_N.shape[0]))
         return
     if valid_T is None:
@@ -67,15 +76,19 @@ def count_required_bias(
     # no value is read back from the device: rows that do not count add 0
     scores_TE = torch.where(valid_T[:, None], scores_TE, 0)
     cutoff_T = torch.where(valid_T, cutoff_T, 0)
-    index_TE = _flat_bins(scores_TE, cutoff_T, edges_2, bins)
+    index_TE = _flat_bins(scores_TE, cutoff_T, edges_2, bins, grid, anchor_E)
     counts_EB.view(-1).index_add_(0, index_TE.view(-1), valid_T.int()[:, None].expand(-1, experts).reshape(-1))
 
 
-def _flat_bins(scores_TE: Tensor, cutoff_T: Tensor, edges_2: Tensor, bins: int) -> Tensor:
+def _flat_bins(
+    scores_TE: Tensor, cutoff_T: Tensor, edges_2: Tensor, bins: int, grid: Grid | None, anchor_E: Tensor | None
+) -> Tensor:
     """Index ``expert * bins + bin`` of every required bias, ``[T, E]`` int32."""
-    # the last rounding may step over an end of the exact range by one ulp, hence the clamp
-    place_TE = (cutoff_T[:, None] - scores_TE).sub_(edges_2[0]).mul_(1.0 / edges_2[1]).clamp_(0, bins - 1)
     first_E = torch.arange(scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device) * bins
+    if grid is not None and anchor_E is not None:
+        return grid.signed_log_bins(scores_TE, cutoff_T, anchor_E, edges_2).add_(first_E)
+    # scores: the last rounding may step over an end of the exact range by one ulp; logits: the end bins take the rest
+    place_TE = (cutoff_T[:, None] - scores_TE).sub_(edges_2[0]).mul_(1.0 / edges_2[1]).clamp_(0, bins - 1)
     return place_TE.int().add_(first_E)
 
 
@@ -83,23 +96,16 @@ def quantile_from_histogram(counts_EB: Tensor, edges_2: Tensor, k: int) -> tuple
     """The k/E quantile of each expert's required bias, linear within its bin (K3 report, appendix D).
 
     Args:
-        counts_EB: ``[E, bins]`` integer counts; every row sums to the number of tokens m.
+        counts_EB: ``[E, bins]`` contiguous integer counts; every row sums to the number of tokens m.
         edges_2: ``[2]`` fp32 lower end and width.
         k: experts per token, < E.
 
     Returns:
         ``[E]`` fp64 required biases (finite whatever the counts) and the scalar int64 m.
     """
-    experts, bins = counts_EB.shape
-    below_EB = counts_EB.cumsum(1, dtype=torch.int64)
-    tokens = below_EB[0, -1]
-    wanted = tokens * k  # q = wanted / E; integers decide the bin, so that no rounding of q can
-    bin_E1 = (below_EB * experts < wanted).sum(1, keepdim=True).clamp_(max=bins - 1)
-    inside_E = counts_EB.gather(1, bin_E1).squeeze(1)
-    before_E = below_EB.gather(1, bin_E1).squeeze(1) - inside_E
-    part_E = ((wanted.double() / experts - before_E) / inside_E.clamp(min=1)).clamp_(0.0, 1.0)
+    bin_LE, part_LE, tokens_L = find_quantile(counts_EB[None], k)
     low, width = edges_2.double().unbind()
-    return low + (bin_E1.squeeze(1) + part_E) * width, tokens
+    return low + (bin_LE[0] + part_LE[0]) * width, tokens_L[0]
 
 
 def exact_quantile(required_TE: Tensor, k: int) -> Tensor:
@@ -126,8 +132,9 @@ def exact_quantile(required_TE: Tensor, k: int) -> Tensor:
 
 
 def centred(bias_E: Tensor) -> Tensor:
-    """Bias minus its mean, in fp64: one constant for all experts changes no choice, and would drift if left in."""
-    return bias_E - bias_E.mean()
+    """Bias ``[..., E]`` minus its mean over experts: one constant for all changes no choice, and would drift if left
+    in."""
+    return bias_E - bias_E.mean(-1, keepdim=True)
 
 
 def cutoffs(scores_TE: Tensor, bias_E: Tensor, k: int) -> Tensor:
@@ -138,27 +145,41 @@ def cutoffs(scores_TE: Tensor, bias_E: Tensor, k: int) -> Tensor:
 
 @torch.no_grad()
 def solve_bias(
-    scores_TE: Tensor, bias_E: Tensor, k: int, method: str = "exact", bins: int = 1000, mask_T: Tensor | None = None
+    scores_TE: Tensor,
+    bias_E: Tensor,
+    k: int,
+    method: str = "exact",
+    bins: int | None = None,
+    mask_T: Tensor | None = None,
+    *,
+    score_domain: str = "sigmoid",
 ) -> Tensor:
     """One update of Quantile Balancing from a whole batch of scores (K3 report Eq. 13-14).
 
     Args:
-        scores_TE: ``[T, E]`` raw scores in [0, 1] (any range with ``method="exact"``), floating point.
+        scores_TE: ``[T, E]`` raw scores in [0, 1] (any range with ``method="exact"`` or in the logit domain), floating
+            point.
         bias_E: ``[E]`` fp32 or fp64, the bias the batch was routed with.
         k: experts per token, 1 to E; with k = E every expert gets every token and the bias is 0.
-        method: ``"exact"`` order statistics, or ``"histogram"``, the report's estimator with an error of at most a
-            bin's width.
-        bins: number of bins of the histogram.
+        method: ``"exact"`` order statistics; ``"histogram"``, the report's estimator with an error of at most a bin's
+            width; ``"signed_log"``, whose bins lie around the old bias, with an error of at most the width of the bin
+            that holds the change: a quarter of it with 256 bins (README.md).
+        bins: number of bins; default 1000, 256 for ``signed_log``.
         mask_T: ``[T]`` bool, true for tokens that count; default all. Rows with a non-finite score never count.
+        score_domain: ``"logit"`` where ``scores_TE`` are logits; histograms then find a range that holds them.
 
     Returns:
         ``[E]`` of the dtype of ``bias_E``, mean 0, always finite. Without a token that counts: a copy of ``bias_E``.
 
     Raises:
         ValueError: bad shapes, dtypes, ``k``, ``method``, ``bins``, a non-finite bias, or scores outside [0, 1] for
-            the histogram.
+            a histogram of scores.
     """
+    if bins is None:
+        bins = 256 if method == "signed_log" else 1000
     _check_solve(scores_TE, bias_E, k, method, bins, mask_T)
+    if score_domain not in SCORE_DOMAINS:
+        raise ValueError(f"score_domain: found {score_domain!r}, need one of {list(SCORE_DOMAINS)}")
     if k == scores_TE.shape[1]:
         return torch.zeros_like(bias_E)
     scores_TE = scores_TE.detach()
@@ -174,16 +195,24 @@ def solve_bias(
     if method == "exact":
         return centred(exact_quantile(cutoff_T[:, None] - scores_TE, k)).to(bias_E.dtype)
     low, high = float(scores_TE.min()), float(scores_TE.max())
-    if low < 0.0 or high > 1.0:
+    if score_domain == "sigmoid" and (low < 0.0 or high > 1.0):
         raise ValueError(
-            f"scores_TE: found values in [{low:.6g}, {high:.6g}], need [0, 1] for method 'histogram': its range is "
+            f"scores_TE: found values in [{low:.6g}, {high:.6g}], need [0, 1] for method {method!r}: its range is "
             "exact only for sigmoid or softmax scores"
         )
-    edges_2 = histogram_edges(bias_E, bins)
-    counts_EB = torch.zeros(scores_TE.shape[1], bins, dtype=torch.int32, device=scores_TE.device)
-    count_required_bias(scores_TE, cutoff_T, None, edges_2, counts_EB)
-    required_E, _ = quantile_from_histogram(counts_EB, edges_2, k)
-    return centred(required_E).to(bias_E.dtype)
+    grid = Grid("report" if method == "histogram" else method, score_domain, bins)
+    anchor_E, reach = bias_E.float(), torch.tensor([grid.first_reach], device=bias_E.device)
+    while True:
+        edges_L2 = grid.edges(anchor_E[None], reach)
+        counts_EB = torch.zeros(scores_TE.shape[1], bins, dtype=torch.int32, device=scores_TE.device)
+        around = (grid, anchor_E) if grid.signed_log else (None, None)
+        count_required_bias(scores_TE, cutoff_T, None, edges_L2[0], counts_EB, *around)
+        bin_LE, part_LE, _ = find_quantile(counts_EB[None], k)
+        required_LE, outside_LE = grid.required(bin_LE, part_LE, edges_L2, anchor_E[None])
+        wider = grid.next_reach(reach, anchor_E[None], required_LE, outside_LE)
+        if not bool(outside_LE.any()) or bool(wider == reach):
+            return centred(required_LE[0]).to(bias_E.dtype)
+        reach = wider  # the whole batch is at hand: count again
 
 
 def _check_solve(scores_TE: Tensor, bias_E: Tensor, k: int, method: str, bins: int, mask_T: Tensor | None) -> None:
@@ -194,8 +223,8 @@ def _check_solve(scores_TE: Tensor, bias_E: Tensor, k: int, method: str, bins: i
     tokens, experts = scores_TE.shape
     check_bias(bias_E, experts)
     check_k(k, experts)
-    if method not in ("exact", "histogram"):
-        raise ValueError(f"method: found {method!r}, need 'exact' or 'histogram'")
+    if method not in ("exact", "histogram", "signed_log"):
+        raise ValueError(f"method: found {method!r}, need 'exact', 'histogram' or 'signed_log'")
     if bins < 1:
         raise ValueError(f"bins: found {bins}, need at least 1")
     if mask_T is not None:

@@ -8,21 +8,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from trine.ops.router.quantile import (
-    centred,
-    check_k,
-    count_required_bias,
-    histogram_edges,
-    may_read,
-    quantile_from_histogram,
-)
+from trine.ops.router.grid import ESTIMATORS, SCORE_DOMAINS, Grid, find_quantile
+from trine.ops.router.quantile import centred, check_k, count_required_bias, may_read
 
 COUNTERS = ("routed", "counted", "dropped", "saturated_low", "saturated_high")
 """Columns of `RouterStats.counters_LF`: tokens routed; those of them in the histogram; those left out of it because a
 score was not finite; scores that fp32 cannot tell from 0 or 1. Saturated scores can pass 2^31 in one step (4 M tokens x
 896 experts), so they are held in two words, the low 20 bits and the rest; sums over ranks stay exact."""
 _WORD = 20
-_FIELDS = ("histograms_LEB", "loads_LE", "counters_LF", "edges_L2", "bias_LE")
+_FIRST_FIELDS = ("histograms_LEB", "loads_LE", "counters_LF", "edges_L2", "bias_LE")
+_FIELDS = (*_FIRST_FIELDS, "anchor_LE", "reach_L")
+_FORMAT = 2  # 1: `_FIRST_FIELDS` alone, of the report's histogram over scores
 
 
 class RouterStats:
@@ -38,42 +34,76 @@ class RouterStats:
         histograms_LEB: ``[L, E, bins]`` required biases counted.
         loads_LE: ``[L, E]`` tokens sent to each expert (padding excluded, dropped rows included).
         counters_LF: ``[L, 5]``, columns `COUNTERS`.
-        edges_L2: ``[L, 2]`` fp32 lower end and bin width of the open window's histogram.
-        bias_LE: ``[L, E]`` fp32, added to scores for the choice only.
+        edges_L2: ``[L, 2]`` fp32 range of the open window's histogram, see `Grid.edges`.
+        bias_LE: ``[L, E]`` fp32, added to scores (or logits) for the choice only.
+        anchor_LE: ``[L, E]`` fp32, the bias that the open window was routed with.
+        reach_L: ``[L]`` fp32, how far beyond the bias the range goes; widens when a quantile lies outside.
+        grid: which histogram, of scores or of logits.
         recording: `route` adds to it only while true; see `paused`.
     """
 
-    def __init__(self, counts: Tensor, edges: Tensor, bias: Tensor, bins: int) -> None:
+    def __init__(self, counts: Tensor, bias: Tensor, reach: Tensor, grid: Grid) -> None:
         """Wrap existing buffers; use `allocate`."""
         self.counts = counts
-        self.edges_L2 = edges
         self.bias_LE = bias
-        self.bins = bins
+        self.anchor_LE = bias.clone()
+        self.reach_L = reach
+        self.edges_L2 = grid.edges(bias, reach)
+        self.grid = grid
         self.recording = True
 
     @classmethod
     def allocate(
-        cls, layers: int, experts: int, bins: int = 1000, device: torch.device | str | None = None
+        cls,
+        layers: int,
+        experts: int,
+        bins: int | None = None,
+        device: torch.device | str | None = None,
+        *,
+        estimator: str = "report",
+        score_domain: str = "sigmoid",
     ) -> RouterStats:
         """Fresh statistics: every count and bias exactly 0, ranges those of bias 0.
 
         Args:
             layers: number of MoE layers, >= 0.
             experts: experts of each.
-            bins: histogram bins (the report's 1000).
+            bins: histogram bins; default the report's 1000, 256 for ``signed_log``.
             device: where; default the current default device.
+            estimator: ``"report"``, equal bins over one range for all experts (K3 report, appendix D), or
+                ``"signed_log"``, bins around each expert's old bias, fine near it.
+            score_domain: what biases are added to: ``"sigmoid"``, the scores (also softmax), or ``"logit"``. Must be
+                that of `route`.
 
         Raises:
-            ValueError: a size that is too small.
+            ValueError: a size that is too small or does not fit, an unknown name.
         """
+        if bins is None:
+            bins = 256 if estimator == "signed_log" else 1000
         if layers < 0 or experts < 1 or bins < 1:
             raise ValueError(
                 f"layers, experts, bins: found {layers}, {experts}, {bins}, need layers >= 0, experts >= 1, bins >= 1"
             )
+        grid = Grid(estimator, score_domain, bins)
         size = layers * (experts * bins + experts + len(COUNTERS))
         bias = torch.zeros(layers, experts, dtype=torch.float32, device=device)
-        counts = torch.zeros(size, dtype=torch.int32, device=device)
-        return cls(counts, histogram_edges(bias, bins), bias, bins)
+        reach = torch.full((layers,), grid.first_reach, dtype=torch.float32, device=device)
+        return cls(torch.zeros(size, dtype=torch.int32, device=device), bias, reach, grid)
+
+    @property
+    def bins(self) -> int:
+        """Histogram bins an expert."""
+        return self.grid.bins
+
+    @property
+    def estimator(self) -> str:
+        """``"report"`` or ``"signed_log"``."""
+        return self.grid.estimator
+
+    @property
+    def score_domain(self) -> str:
+        """What biases are added to: ``"sigmoid"`` or ``"logit"``."""
+        return self.grid.score_domain
 
     @property
     def layers(self) -> int:
@@ -128,8 +158,11 @@ class RouterStats:
 
     @property
     def overflow_L(self) -> Tensor:
-        """``[L]`` int64: required biases outside the range; none by construction (see `histogram_edges`)."""
-        return torch.zeros(self.layers, dtype=torch.int64, device=self.device)
+        """``[L]`` int64: required biases, of T x E, outside the histogram's range. None by construction for the
+        report's histogram of scores. Those far above an expert's quantile do no harm."""
+        if not self.grid.bordered:
+            return torch.zeros(self.layers, dtype=torch.int64, device=self.device)
+        return self.histograms_LEB[:, :, :: self.bins - 1].sum((1, 2), dtype=torch.int64)
 
     @torch.no_grad()
     def required_bias_quantiles(self, levels: Sequence[float]) -> Tensor:
@@ -140,20 +173,19 @@ class RouterStats:
 
         Returns:
             ``[L, Q]`` fp64 in units of the bias; NaN where none was counted.
+
+        Raises:
+            ValueError: a level outside [0, 1].
         """
-        below_LB = self.histograms_LEB.sum(1).cumsum(1).double()
-        wanted_LQ = below_LB[:, -1:] * torch.tensor(levels, dtype=torch.float64, device=self.device)
-        bin_LQ = torch.searchsorted(below_LB, wanted_LQ).clamp_(max=self.bins - 1)
-        upper_LQ = below_LB.gather(1, bin_LQ)
-        lower_LQ = torch.where(bin_LQ > 0, below_LB.gather(1, (bin_LQ - 1).clamp(min=0)), 0.0)
-        part_LQ = (wanted_LQ - lower_LQ) / (upper_LQ - lower_LQ).clamp(min=1.0)
-        low_L, width_L = self.edges_L2.double().unbind(1)
-        return torch.where(below_LB[:, -1:] > 0, low_L[:, None] + (bin_LQ + part_LQ) * width_L[:, None], torch.nan)
+        if not all(0.0 <= level <= 1.0 for level in levels):
+            raise ValueError(f"levels: found {list(levels)}, need numbers in [0, 1]")
+        levels_Q = torch.tensor(levels, dtype=torch.float64, device=self.device)
+        return self.grid.pooled_quantiles(self.histograms_LEB, self.edges_L2, self.anchor_LE, levels_Q)
 
     def replica(self) -> RouterStats:
         """Counts of its own, zero, beside the same bias and ranges: for a thread that routes with this bias."""
-        other = RouterStats.allocate(self.layers, self.experts, self.bins, self.device)
-        other.bias_LE, other.edges_L2 = self.bias_LE, self.edges_L2
+        other = RouterStats(torch.zeros_like(self.counts), self.bias_LE, self.reach_L, self.grid)
+        other.anchor_LE, other.edges_L2 = self.anchor_LE, self.edges_L2
         return other
 
     def layer(self, index: int) -> LayerStats:
@@ -180,21 +212,30 @@ class RouterStats:
             self.recording = before
 
     def zero_(self) -> RouterStats:
-        """Close the window: all counts become 0. Bias and ranges stay."""
+        """Close the window: all counts become 0, and ranges those of the bias. Bias and reach stay."""
         self.counts.zero_()
+        self._reopen()
         return self
 
     @torch.no_grad()
-    def solve_(self, k: int, *, ema: float = 0.0) -> RouterStats:
-        """Set each layer's bias from its histogram, in place, and the range of the next window.
+    def _reopen(self) -> None:
+        self.anchor_LE.copy_(self.bias_LE)
+        self.edges_L2.copy_(self.grid.edges(self.bias_LE, self.reach_L))
 
-        A layer that counted no token keeps its bias, as does every layer when k = E (there is nothing to balance).
-        Counts are left alone; call `zero_` after.
+    @torch.no_grad()
+    def solve_(self, k: int, *, ema: float = 0.0, gain_L: Tensor | None = None) -> RouterStats:
+        """Set each layer's bias from its histogram, in place, and the reach of the next window.
+
+        b becomes (1 - g) b + g times the solved bias, with g = 1 - ema, times ``gain_L``. A layer that counted no token
+        keeps its bias, as does every layer when k = E (there is nothing to balance). An expert whose quantile lies
+        outside the range moves to the range's end, short of its aim, and the range widens. Counts are left alone; call
+        `zero_` after.
 
         Args:
             k: experts per token.
             ema: share of the old bias kept, 0 (report) to below 1. It smooths noise near balance and slows the way
                 there; the new quantile is always a replacement, never an increment.
+            gain_L: ``[L]`` in [0, 1]; None is 1. Never above: a longer step than the quantile's rings or diverges.
 
         Raises:
             ValueError: bad ``k`` or ``ema``.
@@ -202,13 +243,20 @@ class RouterStats:
         check_k(k, self.experts)
         if not 0.0 <= ema < 1.0:
             raise ValueError(f"ema: found {ema}, need 0 <= ema < 1")
-        if k == self.experts:
+        if k == self.experts or self.layers == 0:
             return self
-        for histogram_EB, edges_2, bias_E in zip(self.histograms_LEB, self.edges_L2, self.bias_LE, strict=True):
-            required_E, tokens = quantile_from_histogram(histogram_EB, edges_2, k)
-            solved_E = centred(ema * bias_E.double() + (1.0 - ema) * centred(required_E))
-            bias_E.copy_(torch.where(tokens > 0, solved_E, bias_E.double()))
-        self.edges_L2.copy_(histogram_edges(self.bias_LE, self.bins))
+        bin_LE, part_LE, tokens_L = find_quantile(self.histograms_LEB, k)
+        required_LE, outside_LE = self.grid.required(bin_LE, part_LE, self.edges_L2, self.anchor_LE)
+        any_L1 = (tokens_L > 0)[:, None]
+        old_LE = self.bias_LE.double()
+        if gain_L is None:
+            solved_LE = ema * old_LE + (1.0 - ema) * centred(required_LE)
+        else:
+            gain_L1 = (1.0 - ema) * gain_L.double().clamp(0.0, 1.0)[:, None]
+            solved_LE = (1.0 - gain_L1) * old_LE + gain_L1 * centred(required_LE)
+        self.bias_LE.copy_(torch.where(any_L1, centred(solved_LE), old_LE))
+        reach_L = self.grid.next_reach(self.reach_L, self.anchor_LE, required_LE, outside_LE)
+        self.reach_L.copy_(torch.where(any_L1[:, 0], reach_L, self.reach_L))
         return self
 
     @torch.no_grad()
@@ -223,41 +271,80 @@ class RouterStats:
         if bool(self.counts.any()):
             raise ValueError("set_bias_: found counts of an open window, need zero_() first")
         self.bias_LE.copy_(bias_LE)
-        self.edges_L2.copy_(histogram_edges(self.bias_LE, self.bins))
+        self._reopen()
         return self
 
     def to(self, device: torch.device | str) -> RouterStats:
         """Move every buffer to ``device``, in place; dtypes stay. From meta there is nothing to copy: zeros."""
+        names = ("counts", "bias_LE", "anchor_LE", "reach_L", "edges_L2")
+        source = self
         if self.device.type == "meta" and torch.device(device).type != "meta":
-            fresh = RouterStats.allocate(self.layers, self.experts, self.bins, device)
-            self.counts, self.edges_L2, self.bias_LE = fresh.counts, fresh.edges_L2, fresh.bias_LE
-            return self
-        self.counts, self.edges_L2, self.bias_LE = (
-            self.counts.to(device),
-            self.edges_L2.to(device),
-            self.bias_LE.to(device),
-        )
+            kind = {"estimator": self.estimator, "score_domain": self.score_domain}
+            source = RouterStats.allocate(self.layers, self.experts, self.bins, device, **kind)
+        for name in names:
+            setattr(self, name, getattr(source, name).to(device))
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all buffers by name, the open window's counts included: a run resumed from the middle of an
-        accumulation window solves the same bias as one that never stopped."""
-        return {name: getattr(self, name).clone() for name in _FIELDS}
+        accumulation window solves the same bias as one that never stopped. ``layout`` holds the format's version, the
+        place of the estimator in `ESTIMATORS` and that of the score domain in `SCORE_DOMAINS`."""
+        kind = [_FORMAT, ESTIMATORS.index(self.estimator), SCORE_DOMAINS.index(self.score_domain)]
+        layout = torch.tensor(kind, dtype=torch.int64, device=self.device)
+        return {name: getattr(self, name).clone() for name in _FIELDS} | {"layout": layout}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> RouterStats:
         """Restore what `state_dict` saved, in place; all or nothing.
 
+        States of the first format (the report's histogram over scores, without ``layout``) load too. Of a state with
+        the other estimator the bias is taken over, if its window is closed.
+
         Raises:
-            ValueError: missing or unknown names, other shapes or dtypes, non-finite biases or ranges.
+            ValueError: missing or unknown names, a newer format, another score domain, the other estimator with an open
+                window, other shapes or dtypes, non-finite biases or ranges.
         """
-        if set(state) != set(_FIELDS):
-            raise ValueError(f"state: found {sorted(state)}, need exactly {sorted(_FIELDS)}")
+        if set(state) == set(_FIRST_FIELDS):
+            kind = torch.tensor([_FORMAT, 0, 0])
+            reach_L = torch.ones_like(self.reach_L)
+            state = {**state, "anchor_LE": state["bias_LE"], "reach_L": reach_L, "layout": kind}
+        need = {*_FIELDS, "layout"}
+        if set(state) != need:
+            raise ValueError(f"state: found {sorted(state)}, need exactly {sorted(need)}")
+        if _estimator_of(state["layout"], self.score_domain) != self.estimator:
+            _check_field("bias_LE", state["bias_LE"], self.bias_LE)
+            if any(bool(state[name].any()) for name in ("histograms_LEB", "loads_LE", "counters_LF")):
+                raise ValueError(
+                    f"estimator: found counts of an open window of the other one, need {self.estimator!r}, or a state "
+                    "saved between steps"
+                )
+            self.counts.zero_()
+            self.bias_LE.copy_(state["bias_LE"])
+            self.reach_L.fill_(self.grid.first_reach)
+            self._reopen()
+            return self
         for name in _FIELDS:
             _check_field(name, state[name], getattr(self, name))
+        if not bool((state["reach_L"] > 0).all()):
+            raise ValueError(f"reach_L: found {state['reach_L'].tolist()}, need numbers above 0")
         for name in _FIELDS:
             getattr(self, name).copy_(state[name])
         return self
+
+
+def _estimator_of(layout: Tensor, score_domain: str) -> str:
+    """The estimator that a state's ``layout`` names, if its format and score domain are ours."""
+    values = layout.tolist() if layout.ndim == 1 else []
+    if not values or values[0] != _FORMAT:
+        raise ValueError(f"layout: found {layout.tolist()}, need format version {_FORMAT} or older")
+    if len(values) != 3 or values[1] not in range(len(ESTIMATORS)) or values[2] not in range(len(SCORE_DOMAINS)):
+        raise ValueError(f"layout: found {values}, need [{_FORMAT}, estimator 0 or 1, score domain 0 or 1]")
+    if SCORE_DOMAINS[values[2]] != score_domain:
+        raise ValueError(
+            f"score_domain: found {SCORE_DOMAINS[values[2]]!r}, need {score_domain!r}: biases of scores and of logits "
+            "have different units"
+        )
+    return ESTIMATORS[values[1]]
 
 
 def _check_field(name: str, found: Tensor, need: Tensor) -> None:
@@ -283,8 +370,18 @@ class LayerStats:
         return self.owner.bias_LE[self.index]
 
     @property
+    def score_domain(self) -> str:
+        """What the bias is added to: ``"sigmoid"`` or ``"logit"``, the argument of `route`."""
+        return self.owner.score_domain
+
+    @property
+    def anchor_E(self) -> Tensor:
+        """``[E]`` fp32 view: the bias the open window was routed with."""
+        return self.owner.anchor_LE[self.index]
+
+    @property
     def edges_2(self) -> Tensor:
-        """``[2]`` fp32 view: lower end, bin width."""
+        """``[2]`` fp32 view of the range, see `Grid.edges`."""
         return self.owner.edges_L2[self.index]
 
     @property
@@ -311,17 +408,19 @@ class LayerStats:
         mask_T: Tensor | None,
         bias_E: Tensor,
         saturation_below: float = 0.0,
+        saturation_above: float = 1.0,
     ) -> None:
         """Count one batch. Does nothing while the owner is paused.
 
         Args:
             ids_TK: ``[T, K]`` int64 chosen experts, -1 where none.
-            scores_TE: ``[T, E]`` raw scores in [0, 1].
+            scores_TE: ``[T, E]`` raw scores in [0, 1]; logits where the score domain is ``"logit"``.
             cutoff_T: ``[T]`` biased cutoffs, or None where no required bias exists (k = E, replayed choices): then
                 only loads and tokens are counted.
             mask_T: ``[T]`` bool, true for real tokens, or None for all.
             bias_E: the bias the batch was routed with.
-            saturation_below: scores at or below it, and those equal to 1, count as saturated.
+            saturation_below: scores (logits) at or below it count as saturated,
+            saturation_above: and those at or above this.
 
         Raises:
             ValueError: another number of experts, or a bias that changed inside the window (seen on the CPU only).
@@ -341,39 +440,49 @@ class LayerStats:
             return
         if may_read(scores_TE) and mask_T is None and tokens:
             low, high = (float(value) for value in scores_TE.aminmax())
-            if low > saturation_below and high < 1.0:  # one pass settles the usual batch; false if there is a NaN
+            # one pass settles the usual batch; false if there is a NaN
+            if low > saturation_below and high < saturation_above:
                 counters[1] += tokens
-                count_required_bias(scores_TE, cutoff_T, None, self.edges_2, self.histogram_EB)
+                self._count(scores_TE, cutoff_T, None)
                 return
-        # scores are in [0, 1], so a row's sum is finite exactly if all of them are
-        valid_T = (scores_TE.sum(1) + cutoff_T).isfinite()
+        if self.score_domain == "sigmoid":  # scores are in [0, 1], so a row's sum is finite exactly if all of them are
+            valid_T = (scores_TE.sum(1) + cutoff_T).isfinite()
+        else:
+            valid_T = scores_TE.isfinite().all(1) & cutoff_T.isfinite()
         dropped_T = ~valid_T
         if mask_T is not None:
             valid_T, dropped_T = valid_T & mask_T, dropped_T & mask_T
-        saturated_T = ((scores_TE >= 1.0) | (scores_TE <= saturation_below)).sum(1)
+        saturated_T = ((scores_TE >= saturation_above) | (scores_TE <= saturation_below)).sum(1)
         counters[1] += valid_T.sum()
         counters[2] += dropped_T.sum()
         counters[3] += torch.where(valid_T, saturated_T, 0).sum()
         counters[4] += counters[3] >> _WORD
         counters[3] &= (1 << _WORD) - 1
-        count_required_bias(scores_TE, cutoff_T, valid_T, self.edges_2, self.histogram_EB)
+        self._count(scores_TE, cutoff_T, valid_T)
+
+    def _count(self, scores_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None) -> None:
+        grid, anchor_E = (self.owner.grid, self.anchor_E) if self.owner.grid.signed_log else (None, None)
+        count_required_bias(scores_TE, cutoff_T, valid_T, self.edges_2, self.histogram_EB, grid, anchor_E)
 
     def _open(self, bias_E: Tensor) -> None:
-        """The first count of a window fixes the histogram's range to the bias in use, however that was set.
+        """The first count of a window fixes its range to the bias in use, however that was set.
 
         On the CPU a bias that changes inside a window is refused; on a card no value is read back.
         """
-        edges_2, fresh_2 = self.edges_2, histogram_edges(bias_E.to(torch.float32), self.owner.bins)
+        anchor_E, edges_2 = self.anchor_E, self.edges_2
+        bias_E = bias_E.to(torch.float32)
         empty = self.counters_F[1] == 0
-        if may_read(edges_2) and not torch.equal(edges_2, fresh_2):
-            if not bool(fresh_2.isfinite().all()):
-                raise ValueError("bias_E: found a non-finite value, need finite biases")
-            if empty:
-                edges_2.copy_(fresh_2)
-                return
+        if not may_read(anchor_E):
+            anchor_E.copy_(torch.where(empty, bias_E, anchor_E))
+        elif torch.equal(anchor_E, bias_E):
+            return
+        elif not bool(bias_E.isfinite().all()):
+            raise ValueError("bias_E: found a non-finite value, need finite biases")
+        elif not bool(empty):
             raise ValueError(
-                f"bias_E: found one whose histogram has (lower end, width) {fresh_2.tolist()}, need that of the bias "
-                f"this window was opened with, {edges_2.tolist()}: a bias may change only after zero_()"
+                f"bias_E: found one that differs by up to {float((bias_E - anchor_E).abs().max()):.3g} from the bias "
+                "this window was opened with: a bias may change only after zero_()"
             )
-        if not may_read(edges_2):
-            edges_2.copy_(torch.where(empty, fresh_2, edges_2))
+        else:
+            anchor_E.copy_(bias_E)
+        edges_2.copy_(self.owner.grid.edges(anchor_E, self.owner.reach_L[self.index]))
