@@ -223,6 +223,8 @@ class Model(nn.Module):
         In training the gradient also holds that of the MTP layer's loss times its weight, and that of the auxiliary
         losses of the routers times theirs; the value does not. `replay_LTK`: see `forward`.
         """
+        for moe in self._moes() if self.pressure is not None else ():
+            moe.auxiliary_T = None  # of a pass that was no loss's
         hidden_TD = self(batch.tokens_T, batch.cu_seqlens_N1, mask_T=batch.mask_T, replay_LTK=replay_LTK)
         loss, weight = linear_cross_entropy(hidden_TD, self.head.weight, batch.targets_T, batch.weights_T)
         if self.mtp is not None and self.mtp.weight and self.training and torch.is_grad_enabled():
