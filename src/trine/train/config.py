@@ -222,6 +222,8 @@ class TrainConfig:
     keep: int = 2  # newest checkpoints that are kept
     background_save: bool = True  # write checkpoints while training goes on; costs a copy of the model's state
     tensorboard: bool = False  # also write the metrics for TensorBoard (extra `log`)
+    recorder: bool = True  # keep load and bias of every expert at every step in RUN/balance.sqlite, and watch them
+    prometheus: int = 0  # port of 127.0.0.1 that serves the experts' figures (extra `dashboard`); 0 serves nothing
     allow_repeats: bool = False  # let a source be read more than 4 times
 
     def __post_init__(self) -> None:
@@ -247,6 +249,8 @@ class TrainConfig:
         _need(self.threads >= 0, "threads", self.threads, "0 (choose) or more")
         _need(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "0 or more")
         _need(self.keep >= 1, "keep", self.keep, "at least 1")
+        _need(0 <= self.prometheus < 65536, "prometheus", self.prometheus, "a port, or 0 (none)")
+        _need(self.recorder or not self.prometheus, "prometheus", self.prometheus, "0 without the recorder")
         self.model_config()
 
     def model_config(self) -> ModelConfig:
@@ -267,7 +271,7 @@ class TrainConfig:
 OPERATIONAL = frozenset(
     {
         *("run", "runs", "resume", "eval", "device", "threads", "checkpoint_every", "keep"),
-        *("background_save", "tensorboard", "allow_repeats"),
+        *("background_save", "tensorboard", "recorder", "prometheus", "allow_repeats"),
     }
 )
 
@@ -285,6 +289,7 @@ _LATER = {
     "balance.estimator": "report",
     "balance.score_domain": "sigmoid",
     "balance.ema": 0.0,
+    "balance.adaptive_gain": False,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from trine.data.generated import RECALL, RecallRows, open_recall
 from trine.data.mixture import MixturePlan
 from trine.model import Model
 from trine.train import machine
-from trine.train.callbacks import Callback, SaveEvery, WriteMetrics
+from trine.train.callbacks import Callback, RecordBalance, SaveEvery, WriteMetrics
 from trine.train.config import Stage, TrainConfig, config_hash, first_difference, train_to_dict
 from trine.train.errors import Interrupted, RunError, no_run
 from trine.train.finish import evaluate, short_measure, store_evaluation, write
@@ -330,6 +331,10 @@ def _callbacks(config: TrainConfig, path: Path, console: Console | None, more: S
     shown: list[Callback] = [ShowProgress(console)] if console is not None else []
     if config.tensorboard:
         shown.append(TensorBoard(path / "tensorboard"))
+    if config.recorder:
+        webhook = os.environ.get("TRINE_WEBHOOK", "")  # not in the configuration: such addresses often are secrets
+        top_k, port = config.model_config().top_k, config.prometheus
+        shown.append(RecordBalance(path, top_k, webhook=webhook, prometheus=port))
     # A spike is looked at before its step could be saved.
     guard = SpikeGuard(rollback=config.on_spike == "rollback")
     return [WriteMetrics(), *shown, guard, SaveEvery(config.checkpoint_every), *more]

@@ -23,7 +23,7 @@ from trine.model import Model
 from trine.ops._errors import check_errors
 from trine.ops.router import RouterStats
 from trine.train import checkpoint
-from trine.train.callbacks import Callback
+from trine.train.callbacks import Callback, hint_to_record
 from trine.train.config import OptimizerConfig, share_text
 from trine.train.errors import Interrupted, NumericStop, RunError
 from trine.train.metrics import StepRecord, bits_per_byte, load_figures
@@ -290,6 +290,7 @@ class Trainer:
         """
         until = self.plan.steps if steps is None else min(self.plan.steps, self.step + steps)
         record = None
+        hint_to_record(self)
         with self._signals():
             for callback in self.callbacks:
                 callback.on_start(self)

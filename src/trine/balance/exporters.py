@@ -1,0 +1,232 @@
+"""Carries figures and alerts out of a run: Prometheus, lines of JSON, and a webhook. None of them holds training up.
+
+The only file that imports ``prometheus_client`` (extra ``dashboard``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import deque
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from trine._log import logger
+from trine.balance.alerts import DEFAULT_RULES
+from trine.balance.record_format import SUMMARY, Frame
+
+QUANTILES = {"0.01": "p1", "0.05": "p5", "0.5": "p50", "0.95": "p95", "0.99": "p99"}
+_GAUGES = {
+    "max_vio": "Largest load over mean load, minus 1.",
+    "cv": "Standard deviation of the loads over their mean.",
+    "dead": "Experts that should have got more than 10 tokens since their last.",
+    "effective": "Effective number of experts: exp of the entropy of their shares.",
+    "rank_overload": "Largest load of an expert-parallel rank over the mean.",
+    "bias_min": "Smallest bias.",
+    "bias_max": "Largest bias.",
+    "bias_step": "Mean size of the last change of the bias.",
+    "saturated": "Share of scores that fp32 cannot tell from 0 or 1.",
+    "overflow": "Share of required biases outside the histogram.",
+    "dropped": "Tokens left out because a score was not finite.",
+    "tokens": "Tokens routed.",
+}
+
+
+class Prometheus:
+    """A registry of gauges for one run, and optionally a page that serves it.
+
+    Its number of series is bounded whatever the number of experts: of a layer the quantiles of `QUANTILES`, the figures
+    of `SUMMARY` that matter, and its ``top`` busiest experts by place (the expert's number is a value, not a label).
+
+    Args:
+        port: serve ``/metrics`` there; None serves nothing, 0 takes a free one.
+        address: to bind to; the default cannot be reached from other machines.
+        top: busiest experts of each layer that are shown.
+
+    Raises:
+        ValueError: prometheus_client is not installed, or the port is taken.
+    """
+
+    def __init__(self, port: int | None = None, address: str = "127.0.0.1", top: int = 4) -> None:
+        if top < 0:
+            raise ValueError(f"top: found {top}, need 0 or more")
+        try:
+            client: Any = import_module("prometheus_client")
+        except ImportError as error:
+            raise ValueError(
+                "prometheus: prometheus_client is not installed; in the clone: "
+                ".venv/bin/pip install -e '.[dashboard]', or do without"
+            ) from error
+        self.registry: Any = client.CollectorRegistry()
+        self.top = top
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            return client.Gauge(f"trine_{name}", text, labels, registry=self.registry)
+
+        self._step = gauge("balance_step", "Newest step that these figures are of.")
+        self._quantile = gauge("load_ratio", "Load over mean load.", "layer", "quantile")
+        self._figures = {name: gauge(f"experts_{name}", text, "layer") for name, text in _GAUGES.items()}
+        self._busiest = gauge("busiest_load_ratio", "Load over mean load of the busiest experts.", "layer", "place")
+        self._which = gauge("busiest_expert", "Number of the busiest experts.", "layer", "place")
+        self._alerts = gauge("balance_alert_layers", "Layers in which an alert is on.", "rule")
+        self._records = gauge("recorder_steps", "Steps handed to the recorder, by what became of them.", "fate")
+        for rule in DEFAULT_RULES:
+            self._alerts.labels(rule.name).set(0)
+        self.port: int | None = None
+        self._server: Any = None
+        if port is not None:
+            try:
+                self._server, self._thread = client.start_http_server(port, address, registry=self.registry)
+            except (OSError, OverflowError) as error:
+                raise ValueError(f"prometheus: cannot serve on {address}:{port} ({error})") from error
+            self.port = int(self._server.server_address[1])
+
+    def update(
+        self, frame: Frame, active: Mapping[str, Sequence[int]] | None = None, fates: Mapping[str, float] | None = None
+    ) -> None:
+        """Show a step's figures, the alerts that are on, and what became of the recorder's steps."""
+        self._step.set(frame.last)
+        mean_L = np.maximum(frame.loads_LE.mean(-1), 1e-300)
+        top = min(self.top, frame.loads_LE.shape[1])
+        order_LP = np.argsort(-frame.loads_LE, axis=1, kind="stable")[:, :top]
+        values = {name: frame.summary(name) for name in (*_GAUGES, *QUANTILES.values())}
+        for layer in range(len(mean_L)):
+            for level, name in QUANTILES.items():
+                self._quantile.labels(layer, level).set(float(values[name][layer]))
+            for name, gauge in self._figures.items():
+                gauge.labels(layer).set(float(values[name][layer]))
+            for place, expert in enumerate(order_LP[layer].tolist(), 1):
+                self._busiest.labels(layer, place).set(float(frame.loads_LE[layer, expert] / mean_L[layer]))
+                self._which.labels(layer, place).set(expert)
+        if active is not None:
+            for rule in DEFAULT_RULES:
+                self._alerts.labels(rule.name).set(len(active.get(rule.name, ())))
+        for fate, count in (fates or {}).items():
+            self._records.labels(fate).set(count)
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class JsonLines:
+    """One line of JSON a step: its number, and for every figure of `SUMMARY` a list over layers; null where there is
+    none. About 12 KB a step for 92 layers.
+
+    Args:
+        path: the file; lines are appended.
+
+    Raises:
+        ValueError: it cannot be written to.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file: IO[str] | None = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be written to ({error.strerror})") from error
+
+    def __call__(self, frame: Frame) -> None:
+        """Append a step; a recorder's listener."""
+        if self._file is None:
+            raise ValueError(f"{self.path}: is closed")
+        line: dict[str, Any] = {"step": frame.last}
+        for name in SUMMARY:
+            values = frame.summary(name).tolist()
+            line[name] = [float(f"{one:.6g}") if math.isfinite(one) else None for one in values]
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Webhook:
+    """Posts JSON to an address from a thread of its own. What cannot be delivered is counted, not tried again.
+
+    The address is never logged: such addresses often are secrets.
+
+    Args:
+        url: http or https.
+        timeout: seconds for one message.
+        depth: messages that may wait; beyond it the oldest is thrown away.
+
+    Raises:
+        ValueError: the address is no http or https one.
+    """
+
+    def __init__(self, url: str, timeout: float = 2.0, depth: int = 64) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"webhook: found an address that begins with {parts.scheme!r}, need http:// or https://")
+        self._url, self._host, self.timeout = url, parts.hostname, timeout
+        self._queue: deque[bytes] = deque()
+        self._depth = depth
+        self._wake = threading.Condition()
+        self._closing = False
+        self.sent = self.failed = self.dropped = 0
+        self._thread = threading.Thread(target=self._work, name="trine-webhook", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Hand a message over; returns at once."""
+        body = json.dumps(message).encode()
+        with self._wake:
+            if len(self._queue) >= self._depth:
+                self._queue.popleft()
+                self.dropped += 1
+            self._queue.append(body)
+            self._wake.notify()
+
+    def close(self, timeout: float = 3.0) -> None:
+        """Let what is waiting go, for at most ``timeout`` seconds."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout)
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closing:
+                    self._wake.wait()
+                if not self._queue:
+                    return
+                body = self._queue.popleft()
+            try:
+                self._post(body)
+                self.sent += 1
+            except Exception as error:
+                # A dead or malicious receiver is no reason to end a run.
+                self.failed += 1
+                if self.failed == 1:
+                    logger.warning("webhook to %s failed (%s); further failures are counted", self._host, _why(error))
+
+    def _post(self, body: bytes) -> None:
+        headers = {"Content-Type": "application/json", "User-Agent": "trine"}
+        request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
+        with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+            answer.read(1)
+
+
+def _why(error: Exception) -> str:
+    """What went wrong, without the address."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"status {error.code}"
+    reason = getattr(error, "reason", error)
+    return type(reason).__name__
