@@ -36,6 +36,7 @@ Trains and runs models with the design of Kimi K3.
   calibrate  which lower bound of the decay gates fits which tile and number format; where gates live
   migrate    softplus-to-bounded: a checkpoint with softplus gates in the bounded form, with a drift report
   audit      probe an implementation of KDA, ours or anyone's, for known faults
+  balance    what saved expert loads say, forced imbalance, and the balancing service
   data       sources by name, recipes that fetch text, a look at packed rows
   tune       measure the launch parameters of the kernels on this card, and refuse wrong ones
   doctor     what this machine offers, with advice
@@ -354,6 +355,12 @@ def _migrate(args: list[str]) -> int:
     return OK
 
 
+def _balance(args: list[str]) -> int:
+    from trine._balance_verbs import main as balance
+
+    return balance(args)
+
+
 def _data(args: list[str]) -> int:
     from trine._data_verbs import main as data
 
@@ -431,6 +438,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "calibrate": _calibrate,
     "migrate": _migrate,
     "audit": _audit,
+    "balance": _balance,
     "data": _data,
     "tune": _tune,
     "doctor": _doctor,

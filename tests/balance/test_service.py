@@ -36,7 +36,7 @@ def logits(step: int, layers: int = 2) -> torch.Tensor:
 
 def window(stats: RouterStats, step: int) -> None:
     for layer, logits_TE in enumerate(logits(step)):
-        route(logits_TE, stats.bias_LE[layer], K, stats=stats.layer(layer))
+        route(logits_TE, stats.bias_LE[layer], K, stats=stats.layer(layer), score_domain=stats.score_domain)
 
 
 def drive(policy: Any, steps: range, stats: RouterStats | None = None) -> tuple[RouterStats, list[torch.Tensor]]:
@@ -104,10 +104,15 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def test_without_lag_it_is_the_policy_itself(balancing: Callable[..., AsyncBalancing]) -> None:
+@pytest.mark.parametrize(("estimator", "domain"), [("report", "sigmoid"), ("signed_log", "logit")])
+def test_without_lag_it_is_the_policy_itself(
+    balancing: Callable[..., AsyncBalancing], estimator: str, domain: str
+) -> None:
     policy = balancing(lag=0)
-    stats, found = drive(policy, range(5))
-    _, expected = drive(QuantileBalancing(K), range(5))
+    kind = {"estimator": estimator, "score_domain": domain}
+    stats, found = drive(policy, range(5), RouterStats.allocate(2, EXPERTS, **kind))
+    alone, expected = drive(QuantileBalancing(K), range(5), RouterStats.allocate(2, EXPERTS, **kind))
+    assert all(torch.equal(one, stats.state_dict()[name]) for name, one in alone.state_dict().items())
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not stats.counts.any()
     status = policy.status()
@@ -250,7 +255,7 @@ def test_bad_state_is_refused(balancing: Callable[..., AsyncBalancing]) -> None:
     policy = balancing(lag=1)
     with pytest.raises(ValueError, match="it is not one of AsyncBalancing"):
         policy.load_state_dict({"momentum": 1})
-    with pytest.raises(ValueError, match="found 1 pending versions, need a bias and a mark of each"):
+    with pytest.raises(ValueError, match="found 1 pending versions, need bias, reach and mark of each"):
         policy.load_state_dict({**policy.state_dict(), "pending": [1]})
 
 
@@ -352,8 +357,10 @@ def _wrong(answer: Message) -> list[tuple[bytes, str]]:
         (changed({"version": 99}), "found version 99, need 1"),
         (changed({}, bias_LE=bias_LE[:, :3].contiguous()), "bias_LE: found shape (2, 3)"),
         (changed({}, bias_LE=bias_LE.double()), "need (2, 16) of torch.float32"),
+        (changed({}, reach_L=torch.tensor([1.0, 0.0])), "reach_L: found a value of 0 or below"),
+        (changed({}, reach_L=torch.tensor([1.0, torch.nan])), "reach_L: found a non-finite value"),
         (changed({}, bias_LE=bias_LE * torch.inf), "bias_LE: found a non-finite value"),
-        (changed({}, solved_L=torch.ones(3, dtype=torch.bool)), "solved_L: found (3,), need (2,)"),
+        (changed({}, solved_L=torch.ones(3, dtype=torch.bool)), "solved_L: found shape (3,) of torch.bool, need (2,)"),
     ]
 
 

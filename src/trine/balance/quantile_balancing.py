@@ -68,8 +68,7 @@ class QuantileBalancing:
         window = Window.of(stats)
         self.solve_(stats)
         stats.zero_()
-        if stats.score_domain == "sigmoid":
-            self._warning.look(window)
+        self.warn(stats, window)
         return window
 
     @torch.no_grad()
@@ -84,6 +83,15 @@ class QuantileBalancing:
         if self.adaptive_gain:
             gain_L = gain_L * load_gain(stats.loads_LE)
         stats.solve_(self.k, ema=self.ema, gain_L=gain_L)
+
+    def warn(self, stats: RouterStats, window: Window) -> None:
+        """Name a layer more than 1 % of whose scores are saturated, once, on the first rank."""
+        if stats.score_domain == "sigmoid":
+            self._warning.look(window)
+
+    def settings(self) -> dict[str, int | float | bool]:
+        """Keyword arguments that make the same policy in another process, JSON-ready."""
+        return {"k": self.k, "ema": self.ema, "adaptive_gain": self.adaptive_gain}
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the bias is all the memory it has, and `RouterStats` keeps that."""

@@ -26,6 +26,7 @@ from trine.balance.service_protocol import parse_address, read_key
 from trine.balance.window import Window, reduce_counts
 from trine.ops.router import RouterStats
 
+_PENDING = ("bias_LE", "reach_L", "solved_L")
 _HEADER = 4  # words before the bias in what rank 0 tells the others: version, missed, fallbacks, late
 
 
@@ -165,6 +166,7 @@ class AsyncBalancing:
         if self._is_distributed():
             self._agree(stats)
         stats.zero_()
+        self.policy.warn(stats, window)
         return window
 
     def _choose(self, courier: Courier, stats: RouterStats) -> None:
@@ -173,8 +175,9 @@ class AsyncBalancing:
         if answer is not None:
             if self.missed > self.patience:
                 logger.warning("balance: the service's bias is used again, after %d solved here", self.fallbacks)
-            bias_LE, solved_L = answer.bias_LE.to(stats.device), answer.solved_L.to(stats.device)
-            stats.bias_LE.copy_(torch.where(solved_L[:, None], bias_LE, stats.bias_LE))
+            solved_L = answer.solved_L.to(stats.device)
+            stats.bias_LE.copy_(torch.where(solved_L[:, None], answer.bias_LE.to(stats.device), stats.bias_LE))
+            stats.reach_L.copy_(torch.where(solved_L, answer.reach_L.to(stats.device), stats.reach_L))
             self.version = self._served = answer.version
             self.missed = 0
             return
@@ -201,13 +204,15 @@ class AsyncBalancing:
         return answer
 
     def _agree(self, stats: RouterStats) -> None:
-        """One broadcast from rank 0: version and bias, as words, so that no bit is lost."""
+        """One broadcast from rank 0: version, bias and reach, as words, so that no bit is lost."""
         head_4 = torch.tensor([self.version, self.missed, self.fallbacks, self.late], dtype=torch.int32)
-        bias_N = stats.bias_LE.reshape(-1).view(torch.int32)
-        words_N = torch.cat((head_4.to(stats.device, non_blocking=True), bias_N))
+        own = (stats.bias_LE, stats.reach_L)
+        words_N = torch.cat([head_4.to(stats.device), *(one.reshape(-1).view(torch.int32) for one in own)])
         group = self.policy.group
         dist.broadcast(words_N, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
-        stats.bias_LE.copy_(words_N[_HEADER:].view(torch.float32).view_as(stats.bias_LE))
+        parts = words_N[_HEADER:].view(torch.float32).split([one.numel() for one in own])
+        for one, part in zip(own, parts, strict=True):
+            one.copy_(part.view_as(one))
         self._told = words_N[:_HEADER]
 
     def _listen(self) -> None:
@@ -245,8 +250,8 @@ class AsyncBalancing:
         pending = [] if self._courier is None else self._pending(self._courier)
         state["pending"] = [answer.version for answer in pending]
         if pending:
-            state["pending_bias_PLE"] = torch.stack([answer.bias_LE for answer in pending])
-            state["pending_solved_PL"] = torch.stack([answer.solved_L for answer in pending])
+            for name in _PENDING:
+                state[f"pending_{name}"] = torch.stack([getattr(answer, name) for answer in pending])
         state.update({f"policy.{name}": value for name, value in self.policy.state_dict().items()})
         return state
 
@@ -267,12 +272,12 @@ class AsyncBalancing:
         counters = ("steps", "version", "missed", "fallbacks", "late", "served")
         own = {name: value for name, value in state.items() if not name.startswith("policy.")}
         needed = {*counters, "pending"}
-        if not needed <= set(own) <= needed | {"pending_bias_PLE", "pending_solved_PL"}:
+        if not needed <= set(own) <= needed | {f"pending_{name}" for name in _PENDING}:
             raise ValueError(f"state: found {sorted(own)}, need {sorted(needed)}: it is not one of AsyncBalancing")
         versions = own["pending"]
-        bias_PLE, solved_PL = own.get("pending_bias_PLE"), own.get("pending_solved_PL")
-        if versions and (bias_PLE is None or solved_PL is None or not len(versions) == len(bias_PLE) == len(solved_PL)):
-            raise ValueError(f"state: found {len(versions)} pending versions, need a bias and a mark of each")
+        parts = {name: own.get(f"pending_{name}", ()) for name in _PENDING}
+        if any(len(one) != len(versions) for one in parts.values()):
+            raise ValueError(f"state: found {len(versions)} pending versions, need bias, reach and mark of each")
         self.policy.load_state_dict(
             {name.removeprefix("policy."): value for name, value in state.items() if name.startswith("policy.")}
         )
@@ -282,8 +287,8 @@ class AsyncBalancing:
             return
         self._courier.restart()
         for index, version in enumerate(versions):
-            assert bias_PLE is not None and solved_PL is not None
-            self._courier.put(Answer(self._courier.epoch, version, bias_PLE[index].cpu(), solved_PL[index].cpu()))
+            answer = {name: one[index].cpu() for name, one in parts.items()}
+            self._courier.put(Answer(self._courier.epoch, version, **answer))
 
     def close(self) -> None:
         """End the thread and the child process. A policy that was closed solves in the process once it must."""

@@ -74,7 +74,7 @@ class Request:
     @classmethod
     def of(cls, stats: RouterStats, epoch: int, version: int) -> Request:
         """Copy the statistics, without waiting for their device."""
-        options = {name: getattr(stats, name) for name in ("estimator", "score_domain") if hasattr(stats, name)}
+        options = {"estimator": stats.estimator, "score_domain": stats.score_domain}
         tensors = stats.state_dict()
         ready: Callable[[], None] = lambda: None  # noqa: E731
         if stats.device.type == "cuda":
@@ -96,12 +96,14 @@ class Answer:
     Attributes:
         epoch, version: those of the request.
         bias_LE: ``[L, E]`` fp32 on the CPU, finite.
+        reach_L: ``[L]`` fp32, how far beyond the bias the next histogram goes, finite and above 0.
         solved_L: ``[L]`` bool; a layer without tokens has nothing to be solved from.
     """
 
     epoch: int
     version: int
     bias_LE: Tensor
+    reach_L: Tensor
     solved_L: Tensor
 
 
@@ -143,7 +145,7 @@ class ThreadLink:
         try:
             stats = RouterStats.allocate(request.layers, request.experts, request.bins, "cpu", **request.options)
             stats.load_state_dict(request.on_cpu())
-            return Answer(request.epoch, request.version, *solve_counts(self._policy, stats))
+            return Answer(request.epoch, request.version, **solve_counts(self._policy, stats))
         except ValueError as error:
             raise ServiceError(f"service: {error}") from error
 
@@ -188,19 +190,24 @@ class SocketLink:
 
     @staticmethod
     def _believed(message: Message, request: Request) -> Answer:
-        bias_LE, solved_L = message.tensor("bias_LE"), message.tensor("solved_L")
         if (message.integer("epoch"), message.integer("version")) != (request.epoch, request.version):
             raise ProtocolError(f"message 'solved': found version {message.fields['version']}, need {request.version}")
-        if bias_LE.shape != (request.layers, request.experts) or bias_LE.dtype != torch.float32:
-            raise ProtocolError(
-                f"message 'solved': bias_LE: found shape {tuple(bias_LE.shape)} of {bias_LE.dtype}, need "
-                f"{(request.layers, request.experts)} of torch.float32"
-            )
-        if solved_L.shape != (request.layers,) or solved_L.dtype != torch.bool:
-            raise ProtocolError(f"message 'solved': solved_L: found {tuple(solved_L.shape)}, need ({request.layers},)")
-        if not bool(bias_LE.isfinite().all()):
-            raise ProtocolError("message 'solved': bias_LE: found a non-finite value, need finite ones")
-        return Answer(request.epoch, request.version, bias_LE, solved_L)
+        layers = (request.layers,)
+        need = {
+            "bias_LE": ((*layers, request.experts), torch.float32),
+            "reach_L": (layers, torch.float32),
+            "solved_L": (layers, torch.bool),
+        }
+        for name, (shape, dtype) in need.items():
+            found = message.tensor(name)
+            if found.shape != shape or found.dtype != dtype:
+                there = f"found shape {tuple(found.shape)} of {found.dtype}"
+                raise ProtocolError(f"message 'solved': {name}: {there}, need {shape} of {dtype}")
+            if not bool(found.isfinite().all()):
+                raise ProtocolError(f"message 'solved': {name}: found a non-finite value, need finite ones")
+        if not bool((message.tensor("reach_L") > 0).all()):
+            raise ProtocolError("message 'solved': reach_L: found a value of 0 or below, need values above 0")
+        return Answer(request.epoch, request.version, **{name: message.tensor(name) for name in need})
 
     def close(self) -> None:
         """Hang up."""

@@ -42,7 +42,7 @@ _PARENT_SECONDS = 2.0
 
 
 def solve_message(request: Message) -> Message:
-    """Answer one ``solve`` request: the absolute bias of every layer, and which layers had tokens to solve it from.
+    """Answer one ``solve`` request: bias and reach of every layer, and which layers had tokens to solve them from.
 
     Raises:
         ProtocolError: a field or an array is missing or does not fit the others.
@@ -63,25 +63,28 @@ def solve_message(request: Message) -> Message:
     except TypeError as error:
         raise ProtocolError(f"message 'solve': settings {options} and {settings} do not fit: {error}") from error
     stats.load_state_dict(dict(request.tensors))
-    bias_LE, solved_L = solve_counts(policy, stats)
+    solved = solve_counts(policy, stats)
     fields = {name: request.integer(name) for name in ("epoch", "version")}
     seconds = time.perf_counter() - began
-    return Message("solved", {**fields, "seconds": seconds}, {"bias_LE": bias_LE, "solved_L": solved_L})
+    return Message("solved", {**fields, "seconds": seconds}, solved)
 
 
 @torch.no_grad()
-def solve_counts(policy: QuantileBalancing, stats: RouterStats) -> tuple[Tensor, Tensor]:
-    """The bias that ``policy`` solves from counts that are reduced already, ``[L, E]`` fp32, and ``[L]`` bool layers
-    that had tokens. ``stats`` is used up.
+def solve_counts(policy: QuantileBalancing, stats: RouterStats) -> dict[str, Tensor]:
+    """What ``policy`` solves from counts that are reduced already; ``stats`` is used up.
+
+    Returns:
+        ``bias_LE`` ``[L, E]`` fp32; ``reach_L`` ``[L]`` fp32, of the next histogram; ``solved_L`` ``[L]`` bool, layers
+        that had tokens.
 
     Raises:
         ValueError: the solved bias is not finite, or ``k`` does not fit.
     """
     solved_L = stats.counters_LF[:, COUNTERS.index("counted")] > 0
     policy.solve_(stats)
-    if not bool(stats.bias_LE.isfinite().all()):
+    if not bool(stats.bias_LE.isfinite().all() and stats.reach_L.isfinite().all()):
         raise ValueError("bias: found a non-finite one after solving, need finite counts and biases")
-    return stats.bias_LE, solved_L
+    return {"bias_LE": stats.bias_LE, "reach_L": stats.reach_L, "solved_L": solved_L}
 
 
 def serve(

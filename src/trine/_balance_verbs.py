@@ -1,0 +1,157 @@
+"""`trine balance VERB`: what saved loads say, forced imbalance, and the balancing service."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from trine._options import Usage, parse
+
+HELP = """\
+usage: trine balance VERB [options]
+
+  analyze LOADS      is there imbalance, does it last, of experts or of ranks, which alert would have begun
+  stress             force a chosen imbalance: what it costs the experts, or how fast each policy removes it
+  serve              the balancing service, for runs that name its address as balance.service
+
+trine balance VERB --help tells the options of one.
+"""
+
+# Policies that move a bias, so that a router which does not learn can show what they do.
+Policy = Literal["qb", "sign", "load_quantile", "freeze"]
+
+
+@dataclass(frozen=True)
+class Analyze:
+    """Is there imbalance in saved loads, does it last, is it of experts or of ranks, which alert would have begun.
+
+    LOADS is a run's folder or its recorder's file; .npy or .npz with [steps, layers, experts] or [steps, experts] token
+    counts; or .csv with a row a step and a column an expert, or the columns step, layer, expert, load.
+    """
+
+    loads: Annotated[Positional[str], tyro.conf.arg(metavar="LOADS")]
+    ranks: int = 1  # expert-parallel ranks, each with a row of neighbouring experts
+    last: int = 1000  # newest steps to read
+    json: bool = False  # print JSON instead of a table
+
+
+@dataclass(frozen=True)
+class Stress:
+    """Force a chosen imbalance, and see what it costs or how fast it goes.
+
+    --what policies drives each policy through it, on a router that does not learn, and counts the steps until MaxVio is
+    within twice what chance gives. --what experts times the routed experts at loads of exactly that MaxVio.
+    """
+
+    what: Literal["policies", "experts"] = "policies"
+    max_vio: tuple[float, ...] = (0.2, 1.0, 4.0)  # largest load over mean load, minus 1
+    tokens: int = 8192  # tokens a step
+    experts: int = 64  # experts of the layer
+    k: int = 4  # experts a token
+    policies: tuple[Policy, ...] = ("qb", "sign", "load_quantile", "freeze")  # which (policies)
+    steps: int = 40  # updates (policies)
+    latent: int = 64  # width of what experts read (experts)
+    hidden: int = 64  # width inside an expert (experts)
+    backward: bool = False  # time the backward pass as well (experts)
+    repeats: int = 5  # timings of each load, of which the median counts (experts)
+    seed: int = 0  # of tokens and names
+    json: bool = False  # print JSON instead of a table
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Solve biases for runs on this machine, until interrupted.
+
+    The key, at least 16 bytes that both sides must know, comes from --key or from TRINE_BALANCE_KEY. The address is
+    printed once connections are taken.
+    """
+
+    address: str = "127.0.0.1:0"  # 127.0.0.1:PORT (0 takes any), or unix:PATH
+    key: str = ""  # file with the key, readable by its owner only
+    threads: int = 1  # CPU threads for solving
+
+
+def main(args: list[str]) -> int:
+    """Run one `trine balance` command line."""
+    verb, rest = (args[0], args[1:]) if args else ("", [])
+    if verb in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; need one of {', '.join(VERBS)}"
+        raise Usage(f"found {verb or 'nothing'!r}, which is no verb of trine balance{hint}")
+    return VERBS[verb](rest)
+
+
+def _analyze(args: list[str]) -> int:
+    options = parse("balance analyze", Analyze, args)
+    from rich.console import Console
+
+    from trine.balance.analyze import analyze, read_loads
+    from trine.views.balance import analysis_table
+
+    found = analyze(read_loads(options.loads, options.last), options.ranks)
+    if options.json:
+        print(json.dumps(found.to_json()))
+        return 0
+    console = Console()
+    console.print(analysis_table(found))
+    for sentence in found.verdict:
+        console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    return 0
+
+
+def _stress(args: list[str]) -> int:
+    options = parse("balance stress", Stress, args)
+    from rich.console import Console
+
+    from trine.balance import stress
+    from trine.views.balance import recovery_table, timing_table
+
+    sizes = (options.tokens, options.experts, options.k)
+    title = f"{options.tokens} tokens, {options.experts} experts, {options.k} a token"
+    if options.what == "experts":
+        timings = stress.time_experts(
+            *sizes,
+            latent=options.latent,
+            hidden=options.hidden,
+            max_violations=options.max_vio,
+            repeats=options.repeats,
+            backward=options.backward,
+            seed=options.seed,
+        )
+        found, table = [one.to_json() for one in timings], timing_table(timings, title)
+    else:
+        recoveries = stress.recoveries(
+            options.policies, options.max_vio, *sizes, steps=options.steps, seed=options.seed
+        )
+        found, table = [one.to_json() for one in recoveries], recovery_table(recoveries, title)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        Console().print(table)
+    return 0
+
+
+def _serve(args: list[str]) -> int:
+    options = parse("balance serve", Serve, args)
+    from trine.balance.service_protocol import parse_address, read_key
+
+    address, key = parse_address(options.address), read_key(options.key)
+    import torch
+
+    from trine.balance.service_server import serve
+
+    torch.set_num_threads(options.threads)
+    serve(address, key, on_ready=lambda where: print(f"balance service at {where}", flush=True))
+    return 0
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {"analyze": _analyze, "stress": _stress, "serve": _serve}

@@ -1,0 +1,118 @@
+"""`trine balance`: what each verb prints, its exit code, and the one line that a mistake gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trine import cli
+from trine.balance import AsyncBalancing, QuantileBalancing
+from trine.ops.router import RouterStats, route
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def balance(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run `trine balance ...` in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("TRINE_BALANCE_KEY", raising=False)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        try:
+            code = cli.main(["balance", *args])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_help_lists_the_verbs_and_each_has_its_own(balance: Run) -> None:
+    code, out, _ = balance("--help")
+    assert code == 0 and all(f"  {verb}" in out for verb in ("analyze", "stress", "serve"))
+    for verb in ("analyze", "stress", "serve"):
+        code, out, _ = balance(verb, "--help")
+        assert code == 0 and "usage: trine balance " + verb in out
+    code, _, err = balance("analyse")
+    assert code == 2 and "no verb of trine balance; did you mean analyze?" in err
+    assert balance()[0] == 2
+
+
+def test_analyze(balance: Run, tmp_path: Path) -> None:
+    loads = np.random.default_rng(0).multinomial(8000, np.r_[0.3, np.full(7, 0.1)], size=(30, 2))
+    np.save(tmp_path / "loads.npy", loads)
+    code, out, _ = balance("analyze", "loads.npy", "--ranks", "4")
+    assert code == 0
+    for part in (
+        "loads.npy: steps 1 to 30, 8 experts",
+        "uneven, lasting",
+        "0 (2.40)",
+        "Experts are uneven in layers 0, 1: MaxVio 1.4",
+        "Ranks are uneven in layers 0, 1: the fullest of 4 ranks has 1.6",
+        "Alert max_vio would have begun at step 20",
+    ):
+        assert part in out, out
+    code, out, _ = balance("analyze", "loads.npy", "--json", "--last", "5")
+    found = json.loads(out)
+    assert code == 0 and found["first"] == 26 and found["layers"][1]["uneven"] and found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("analyze", "absent.npy"), "trine balance: absent.npy: no such file"),
+        (("analyze", "absent"), "need a run's folder, .npy, .npz or .csv"),
+        (("analyze", "."), "balance.sqlite: cannot be read"),
+        (("stress", "--k", "90"), "k: found 90, need 1 <= k <= 64"),
+        (("stress", "--max-vio", "100"), "max_violation: found 100.0, need 0 to 15"),
+        (("serve",), "key: found none, need a file of at least 16 bytes or TRINE_BALANCE_KEY"),
+        (("serve", "--address", "0.0.0.0:1"), "the service is for this machine only"),
+    ],
+)
+def test_mistakes_get_one_line(balance: Run, args: tuple[str, ...], message: str) -> None:
+    code, out, err = balance(*args)
+    assert (code, out) == (1, "") and message in err and err.count("\n") == 1, err
+
+
+def test_stress(balance: Run) -> None:
+    sizes = ("--tokens", "1024", "--experts", "16", "--k", "2", "--steps", "6")
+    code, out, _ = balance("stress", *sizes, "--max-vio", "2.0", "--policies", "qb", "freeze")
+    assert code == 0 and "after 5" in out and "not in 6" in out
+    code, out, _ = balance("stress", *sizes, "--max-vio", "2.0", "--policies", "qb", "--json")
+    (found,) = json.loads(out)
+    assert (found["policy"], found["steps"] in (1, 2)) == ("qb", True) and len(found["path"]) == 7
+    code, out, _ = balance("stress", "--what", "experts", *sizes, "--max-vio", "1.0", "--repeats", "1")
+    assert code == 0 and "times even" in out and "1.000" in out
+    assert balance("stress", "--policies", "aux")[0] == 2
+
+
+def test_serve_prints_its_address_and_answers_until_interrupted(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"0123456789abcdef")
+    key.chmod(0o600)
+    command = [sys.executable, "-m", "trine.cli", "balance", "serve", "--key", str(key)]
+    service = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    assert service.stdout is not None
+    line = service.stdout.readline()
+    assert line.startswith("balance service at 127.0.0.1:"), line
+    policy = AsyncBalancing(QuantileBalancing(2), line.split()[-1], key=str(key), lag=0, seconds=60.0)
+    stats = RouterStats.allocate(1, 8, 50)
+    route(torch.randn(64, 8), stats.bias_LE[0], 2, stats=stats.layer(0))
+    policy.step(stats)
+    assert policy.status().answered == 1 and stats.bias_LE.any()
+    policy.close()
+    service.send_signal(signal.SIGINT)
+    _, err = service.communicate(timeout=60)
+    assert service.returncode == 130 and err == "trine balance: interrupted\n"
