@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help install dev train test test-all test-gpu compile-check lint coverage bench clean
+.PHONY: help install dev train test test-all test-gpu test-browser compile-check lint coverage bench clean
 
 PRESET ?= laptop
 ARGS ?=
@@ -42,6 +42,7 @@ help:
 	@echo 'make test       ruff, mypy and the fast tests    (ARGS="-k kda" picks some)'
 	@echo 'make test-all   also the full matrices, long fuzzing and kills'
 	@echo 'make test-gpu   the tests that need a CUDA card'
+	@echo 'make test-browser   the tests that drive the dashboard in headless Chromium'
 	@echo 'make compile-check   the table of compiled GPU kernels against the shipped ones; needs no card'
 	@echo 'make coverage   the fast tests, with the lines they miss'
 	@echo 'make bench      the benchmarks, each beside its peers; records go to benchmarks/results'
@@ -54,13 +55,16 @@ train: $(INSTALLED)
 	$(BIN)/trine train --preset $(PRESET) $(ARGS)
 
 test: lint
-	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu and not browser' $(ARGS)
 
 test-all: lint
-	$(PYTEST) -m 'not gpu' $(ARGS)
+	$(PYTEST) -m 'not gpu and not browser' $(ARGS)
 
 test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-browser: $(DEV)
+	$(BIN)/python -m pytest -m browser $(ARGS)
 
 compile-check: $(DEV)
 	$(BIN)/python benchmarks/compile_check.py $(ARGS)
@@ -71,7 +75,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 
 coverage: $(DEV)
-	$(PYTEST) -m 'not slow and not gpu' --cov=trine --cov-report=term-missing:skip-covered $(ARGS)
+	$(PYTEST) -m 'not slow and not gpu and not browser' --cov=trine --cov-report=term-missing:skip-covered $(ARGS)
 
 bench: $(VENV)/.bench-$(TORCH)
 	for script in $(BENCH); do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
@@ -117,7 +121,7 @@ $(INSTALLED): $(TORCH_STAMP) pyproject.toml constraints.txt
 
 $(DEV): $(INSTALLED)
 	@echo 'installing the tools of the tests'
-	@$(INSTALL) --editable '.[dev]' $(TRITON)
+	@$(INSTALL) --editable '.[dev,dashboard]' $(TRITON)
 	@touch $@
 
 $(VENV)/.bench-$(TORCH): $(DEV)
