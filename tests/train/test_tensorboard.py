@@ -53,6 +53,7 @@ def test_every_figure_is_in_the_log(tiny: SimpleNamespace, tmp_path: Path) -> No
     assert names == {
         *("train/loss", "train/bits_per_byte", "train/lr", "train/grad_norm", "train/tokens_per_s"),
         *("train/dead_experts", "max_vio/0", "stage/length"),
+        *("load/p1", "load/p5", "load/p50", "load/p95", "load/p99"),
     }
     losses = [(value, step) for name, value, step in log.scalars if name == "train/loss"]
     assert [step for _, step in losses] == [1, 2, 3] and losses[-1][0] == last.loss

@@ -17,7 +17,7 @@ _SCALARS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_s", "dead_ex
 
 
 class TensorBoard(Callback):
-    """Writes each step's figures, and the MaxVio of each MoE layer, into ``RUN/tensorboard``; steps are tokens' steps.
+    """Writes each step's figures, load percentiles, and the MaxVio of each MoE layer, into ``RUN/tensorboard``; steps are tokens' steps.
 
     Raises:
         RunError: TensorBoard is not installed.
@@ -51,6 +51,8 @@ class TensorBoard(Callback):
             value = getattr(record, key)
             if value is not None:
                 self._writer.add_scalar(f"train/{key}", value, record.step)
+        for name, value in (record.load_percentiles or {}).items():
+            self._writer.add_scalar(f"load/{name}", value, record.step)
         for layer, value in enumerate(record.max_vio):
             self._writer.add_scalar(f"max_vio/{layer}", value, record.step)
 
