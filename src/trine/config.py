@@ -54,14 +54,14 @@ PolicyName = Literal["qb", "sign", "aux", "load_quantile", "stateless", "freeze"
 
 # Dials that a policy reads. One that is set for a policy that does not read it is an error, not a wish unheard.
 _DIALS: dict[str, tuple[str, ...]] = {
-    "qb": ("estimator", "score_domain", "ema"),
-    "sign": ("sign_step",),
-    "aux": ("aux_weight",),
-    "load_quantile": ("load_rate", "load_window", "load_band"),
+    "qb": ("estimator", "score_domain", "ema", "adaptive_gain", "service", "service_lag"),
+    "sign": ("score_domain", "sign_step"),
+    "aux": ("score_domain", "aux_weight"),
+    "load_quantile": ("score_domain", "load_rate", "load_window", "load_band"),
     "stateless": ("mode", "quantile", "threshold_source", "capacity", "rounds", "ema"),
-    "freeze": (),
-    "replay": (),
-    "none": (),
+    "freeze": ("score_domain",),
+    "replay": ("score_domain",),
+    "none": ("score_domain",),
 }
 
 
@@ -76,8 +76,11 @@ class BalanceConfig:
 
     policy: PolicyName = "qb"  # what moves the routers' bias, or presses on the loss
     estimator: Literal["report", "signed_log"] = "report"  # qb: histogram of required biases
-    score_domain: ScoreDomain = "sigmoid"  # qb: what the bias is added to; part of the trained model
+    score_domain: ScoreDomain = "sigmoid"  # what the bias is added to, part of the trained model; not stateless
     ema: float = 0.0  # qb, stateless: share of the old bias (the running thresholds) kept in an update
+    adaptive_gain: bool = False  # qb: smaller updates while loads are near what chance leaves
+    service: str = "off"  # qb: who solves the bias while training goes on: thread, process, or a service's address
+    service_lag: int = 1  # qb: steps that the service's bias is old; -1 takes the newest there is
     sign_step: float = 1e-3  # sign: length of each step, in units of the score
     aux_weight: float = 1e-2  # aux: weight of a loss that is 1 when loads are even
     load_rate: float = 0.05  # load_quantile: bias moved for a load of twice the mean
@@ -101,6 +104,12 @@ class BalanceConfig:
             ("threshold_source", ("batch", "running")),
         ):
             need_one_of(f"balance.{name}", getattr(self, name), choices)
+        known = self.service in ("off", "thread", "process") or ":" in self.service or "/" in self.service
+        _need(known, "balance.service", self.service, "off, thread, process, unix:PATH or 127.0.0.1:PORT")
+        lagging = -1 <= self.service_lag <= 4
+        _need(lagging, "balance.service_lag", self.service_lag, "-1 (newest) to 4: older biases are not known to balance")
+        alone = self.service == "off" and self.service_lag != 1
+        _need(not alone, "balance.service_lag", self.service_lag, "1, as no service is asked for")
         _need(0 <= self.ema < 1, "balance.ema", self.ema, "0 to below 1")
         for name in ("sign_step", "aux_weight", "load_rate", "capacity"):
             _need(getattr(self, name) > 0, f"balance.{name}", getattr(self, name), "more than 0")

@@ -147,6 +147,7 @@ class Model(nn.Module):
         self.config = config
         self.recompute = False
         self.pressure: LoadPressure | None = None
+        self._estimator = "report"
         self.layers: Any  # a ModuleList, which types its items as plain modules
         with torch.device(device) if device is not None else nullcontext():
             self.embed = nn.Embedding(config.vocab_size, config.width)
@@ -287,13 +288,23 @@ class Model(nn.Module):
             shared[id(moe.stats)] = stats.layer(index)
         return copy.deepcopy(self, shared)
 
-    def set_balance(self, *, stateless: Stateless | None = None, pressure: LoadPressure | None = None) -> None:
+    def set_balance(
+        self, *, estimator: str = "report", stateless: Stateless | None = None, pressure: LoadPressure | None = None
+    ) -> None:
         """What balancing does in the forward pass, in training only; `trine.balance.install_policy` calls this.
 
+        Call it before replicas are made.
+
         Args:
+            estimator: the histogram of `router_stats`; another one than now begins new statistics with the old bias.
             stateless: thresholds of the batch choose experts.
             pressure: an auxiliary loss acts on the scores.
         """
+        self._estimator = estimator
+        before = self.router_stats
+        if estimator != before.estimator:
+            self._bind_router_stats(before.device)
+            self.router_stats.set_bias_(before.bias_LE)
         self.pressure = pressure
         for moe in self._moes():
             moe.stateless, moe.pressure = stateless, pressure
@@ -334,7 +345,12 @@ class Model(nn.Module):
 
     def _bind_router_stats(self, device: torch.device) -> None:
         moes = self._moes()
-        self.router_stats = RouterStats.allocate(len(moes), self.config.experts, device=device)
+        self.router_stats = RouterStats.allocate(
+            *(len(moes), self.config.experts),
+            device=device,
+            estimator=self._estimator,
+            score_domain=self.config.score_domain,
+        )
         for index, moe in enumerate(moes):
             moe.stats = self.router_stats.layer(index)
 

@@ -15,6 +15,7 @@ from trine.balance.freeze import Freeze, Replay
 from trine.balance.load_quantile import LoadQuantileBalancing
 from trine.balance.quantile_balancing import QuantileBalancing
 from trine.balance.rank_check import RankChecked
+from trine.balance.service import AsyncBalancing
 from trine.balance.sign import SignBalancing
 from trine.balance.stateless_thresholds import StatelessThresholds
 from trine.balance.window import Window
@@ -68,10 +69,18 @@ def install_policy(model: Model, config: BalanceConfig, group: dist.ProcessGroup
         model: in training; its former rules are replaced, its bias stays.
         config: the policy and its dials.
         group: see `make_policy`.
+
+    Raises:
+        ValueError: ``score_domain`` is not the model's own (`ModelConfig.score_domain`).
     """
+    if config.score_domain != model.config.score_domain:
+        raise ValueError(
+            f"balance.score_domain: found {config.score_domain!r}, need {model.config.score_domain!r}, the model's"
+        )
     policy = make_policy(config, model.config.top_k, model.config.experts, group)
     bare = policy.policy if isinstance(policy, RankChecked) else policy
     model.set_balance(
+        estimator=config.estimator,
         stateless=bare.rule if isinstance(bare, StatelessThresholds) else None,
         pressure=bare.pressure if isinstance(bare, AuxiliaryBalancing) else None,
     )
@@ -83,7 +92,9 @@ def _bare(config: BalanceConfig, k: int, experts: int, group: dist.ProcessGroup 
         raise ValueError(f"k: found {k}, need 1 <= k <= {experts}, the number of experts")
     c = config
     if c.policy == "qb":
-        return QuantileBalancing(k, ema=c.ema, group=group)
+        qb = QuantileBalancing(k, ema=c.ema, group=group, adaptive_gain=c.adaptive_gain)
+        lag = None if c.service_lag < 0 else c.service_lag
+        return qb if c.service == "off" else AsyncBalancing(qb, c.service, lag=lag)
     if c.policy == "sign":
         return SignBalancing(c.sign_step, group=group)
     if c.policy == "aux":

@@ -108,7 +108,10 @@ class LatentMoE(nn.Module):
         if self.stateless is not None and trains and replay_TK is None:
             routing = route_stateless(logits_TE, bias_E, self.top_k, self.stateless, stats=stats, mask_T=mask_T)
         else:
-            routing = route(logits_TE, bias_E, self.top_k, stats=stats, mask_T=mask_T, ids_TK=replay_TK)
+            domain = self.stats.score_domain if self.stats is not None else "sigmoid"
+            routing = route(
+                *(logits_TE, bias_E, self.top_k), stats=stats, mask_T=mask_T, ids_TK=replay_TK, score_domain=domain
+            )
         if self.pressure is not None and trains and replay_TK is None:
             # computed again in a recomputation, which must repeat the pass, but kept from the first one
             auxiliary_T = auxiliary_loss(routing.scores_TE, self.pressure.layer(self.stats.index if self.stats else 0))

@@ -66,7 +66,8 @@ def stored_config(path: Path) -> TrainConfig:
         # Runs recorded before there was QK-clip had none.
         config["optimizer"].setdefault("qk_clip", 0.0)
     # Runs recorded before there were policies had the report's Quantile Balancing.
-    config.setdefault("balance", {"policy": "qb", "estimator": "report", "score_domain": "sigmoid", "ema": 0.0})
+    old = {"policy": "qb", "estimator": "report", "score_domain": "sigmoid", "ema": 0.0, "adaptive_gain": False}
+    config.setdefault("balance", old)
     try:
         return train_from_dict(config)
     except ValueError as error:  # anything else is a fault of ours and keeps its traceback
