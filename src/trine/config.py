@@ -107,7 +107,7 @@ class BalanceConfig:
         known = self.service in ("off", "thread", "process") or ":" in self.service or "/" in self.service
         _need(known, "balance.service", self.service, "off, thread, process, unix:PATH or 127.0.0.1:PORT")
         lagging = -1 <= self.service_lag <= 4
-        _need(lagging, "balance.service_lag", self.service_lag, "-1 (newest) to 4: older biases are not known to balance")
+        _need(lagging, "balance.service_lag", self.service_lag, "-1 (newest) to 4: older ones are not known to serve")
         alone = self.service == "off" and self.service_lag != 1
         _need(not alone, "balance.service_lag", self.service_lag, "1, as no service is asked for")
         _need(0 <= self.ema < 1, "balance.ema", self.ema, "0 to below 1")

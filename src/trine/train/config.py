@@ -289,6 +289,8 @@ _LATER = {
     "balance.estimator": "report",
     "balance.score_domain": "sigmoid",
     "balance.ema": 0.0,
+    "balance.service": "off",
+    "balance.service_lag": 1,
     "balance.adaptive_gain": False,
 }
 
