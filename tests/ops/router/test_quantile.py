@@ -14,7 +14,7 @@ from trine.ops.router import RouterStats, balanced_assignment, route, solve_bias
 from trine.ops.router.quantile import exact_quantile, histogram_edges, quantile_from_histogram
 from trine.ops.router.reference import solve_bias_reference
 
-METHODS = ["exact", "histogram"]
+METHODS = ["exact", "histogram", "signed_log"]
 
 
 def loads(scores_TE: Tensor, bias_E: Tensor, k: int) -> Tensor:
@@ -91,21 +91,24 @@ def test_b019_quantile_sign_and_centring(method: str) -> None:
         bias_E = solve_bias(scores_TE, bias_E, 2, method)
         if step == 0:
             expected = [0.3394, 0.2484, 0.1026, -0.0424, -0.0444, -0.1042, -0.2210, -0.2785]
-            assert bias_E.tolist() == pytest.approx(expected, abs=0.002)
+            # the first change is the longest, and a signed-log bin is a quarter of its distance
+            assert bias_E.tolist() == pytest.approx(expected, abs=0.02 if method == "signed_log" else 0.002)
         assert abs(float(bias_E.double().mean())) < 1e-7
         ratio.append(1 + max_vio(scores_TE, bias_E, 2))
-    assert ratio[0] == pytest.approx(1.36, abs=0.01) and ratio[3] == pytest.approx(1.04, abs=0.02)
+    assert ratio[0] == pytest.approx(1.36, abs=0.05 if method == "signed_log" else 0.01)
+    assert ratio[3] == pytest.approx(1.04, abs=0.02)
 
 
-def test_b019_micro_batches_give_the_bias_of_the_whole_batch() -> None:
+@pytest.mark.parametrize(("estimator", "method"), [("report", "histogram"), ("signed_log", "signed_log")])
+def test_b019_micro_batches_give_the_bias_of_the_whole_batch(estimator: str, method: str) -> None:
     logits_TE = torch.logit(b019_scores()).float()
-    whole, parts = RouterStats.allocate(1, 8), RouterStats.allocate(1, 8)
+    whole, parts = (RouterStats.allocate(1, 8, estimator=estimator) for _ in range(2))
     route(logits_TE, whole.bias_LE[0], 2, stats=whole.layer(0))
     for part_TE in logits_TE.split(512):
         route(part_TE, parts.bias_LE[0], 2, stats=parts.layer(0))
     assert torch.equal(whole.counts, parts.counts)
     assert torch.equal(whole.solve_(2).bias_LE, parts.solve_(2).bias_LE)
-    expected_E = solve_bias(torch.sigmoid(logits_TE), torch.zeros(8), 2, "histogram")
+    expected_E = solve_bias(torch.sigmoid(logits_TE), torch.zeros(8), 2, method)
     torch.testing.assert_close(whole.bias_LE[0], expected_E, rtol=0, atol=1e-6)
 
 
@@ -137,7 +140,7 @@ def test_equal_scores_give_a_zero_bias(method: str) -> None:
 def test_histogram_is_within_a_bin_of_exact(bins: int) -> None:
     scores_TE, bias_E = torch.sigmoid(torch.randn(20_000, 16) + torch.randn(16)), torch.randn(16) * 0.1
     width = float(histogram_edges(bias_E, bins)[1])
-    exact_E, histogram_E = (solve_bias(scores_TE, bias_E, 2, method, bins) for method in METHODS)
+    exact_E, histogram_E = (solve_bias(scores_TE, bias_E, 2, method, bins) for method in METHODS[:2])
     assert float((exact_E - histogram_E).abs().max()) <= width
 
 
@@ -200,6 +203,28 @@ def linear_program(scores_TE: Tensor, k: int) -> float:
     return float(-answer.fun)
 
 
+@pytest.mark.parametrize("domain", ["sigmoid", "logit"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seed", range(2))
+def test_training_updates_come_near_the_optimum_of_the_linear_program(seed: int, method: str, domain: str) -> None:
+    """Every estimator, iterated on one batch of 64 x 8, k 2: no top-k choice with these loads can score better, and the
+    sum of scores is within 1 % of the optimum with equal loads, which a few tokens too many cannot reach exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = torch.randn(64, 8, generator=generator).double() + torch.randn(8, generator=generator)
+    values_TE = torch.sigmoid(logits_TE) if domain == "sigmoid" else logits_TE
+    optimum, bias_E, gaps = linear_program(values_TE, 2), torch.zeros(8).double(), []
+    for _ in range(20):
+        bias_E = solve_bias(values_TE, bias_E, 2, method, score_domain=domain)
+        ids_TK = (values_TE + bias_E).topk(2, 1).indices
+        load_E = torch.bincount(ids_TK.reshape(-1), minlength=8).double()
+        # the dual bound: score + bias of the choice, less what equal loads would have paid for the bias
+        bound = float((values_TE + bias_E).gather(1, ids_TK).sum() - 16 * bias_E.sum())
+        assert bound >= optimum - 1e-9, "weak duality: the bias is that of a dual point"
+        gaps.append((bound - optimum) / abs(optimum))
+    assert min(gaps) < 0.01, gaps
+    assert float(load_E.max()) <= 22 and float(load_E.min()) >= 10, load_E
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_oracle_reaches_the_optimum_of_the_linear_program(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -242,13 +267,14 @@ def test_oracle_degenerate_sizes() -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_logits_in_a_sigmoid_range_are_refused() -> None:
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_logits_in_a_sigmoid_range_are_refused(method: str) -> None:
     """marin-community/marin#7891: logits counted in the range of sigmoid scores were cut off."""
     logits_TE = torch.tensor([[2.5, -1.0, 0.0], [0.0, 1.0, 0.5]])
     with pytest.raises(ValueError) as error:
-        solve_bias(logits_TE, torch.zeros(3), 1, "histogram")
+        solve_bias(logits_TE, torch.zeros(3), 1, method)
     assert str(error.value) == (
-        "scores_TE: found values in [-1, 2.5], need [0, 1] for method 'histogram': its range is exact only for sigmoid "
+        f"scores_TE: found values in [-1, 2.5], need [0, 1] for method {method!r}: its range is exact only for sigmoid "
         "or softmax scores"
     )
     assert bool(solve_bias(logits_TE, torch.zeros(3), 1, "exact").isfinite().all())
@@ -260,6 +286,7 @@ def test_logits_in_a_sigmoid_range_are_refused() -> None:
         ({"k": 9}, "k: found 9, need 1 <= k <= 8, the number of experts"),
         ({"method": "median"}, "method: found 'median', need 'exact', 'histogram' or 'signed_log'"),
         ({"bins": 0}, "bins: found 0, need at least 1"),
+        ({"score_domain": "tanh"}, "score_domain: found 'tanh', need one of ['sigmoid', 'logit']"),
         ({"bias_E": torch.zeros(3)}, "bias_E: found shape (3,), need [8], one value an expert"),
         ({"bias_E": torch.full((8,), torch.nan)}, "bias_E: found a non-finite value, need finite biases"),
         (

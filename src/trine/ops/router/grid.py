@@ -192,18 +192,20 @@ class Grid:
         anchor_LE = anchor_LE.double()
         reach_L1 = -low_L1
         low_LQ = (anchor_LE.amin(1, keepdim=True) - reach_L1).expand_as(wanted_LQ)
-        high_LQ = (anchor_LE.amax(1, keepdim=True) + reach_L1).expand_as(wanted_LQ)
-        for _ in range(36):  # of 2^32 epsilons and some
-            middle_LQ = 0.5 * (low_LQ + high_LQ)
-            place_LEQ = self._place((middle_LQ[:, None] - anchor_LE[..., None]) / width_L1[..., None])
-            place_LEQ = place_LEQ.clamp_(1.0, self.bins - 1.0)
-            bin_LEQ = place_LEQ.long().clamp_(max=self.bins - 2)
-            before_LEQ = below_LEB.gather(2, bin_LEQ - 1)
-            inside_LEQ = below_LEB.gather(2, bin_LEQ) - before_LEQ
-            reached_LQ = (before_LEQ + (place_LEQ - bin_LEQ) * inside_LEQ).sum(1)
-            enough_LQ = reached_LQ >= wanted_LQ
-            low_LQ = torch.where(enough_LQ, low_LQ, middle_LQ)
-            high_LQ = torch.where(enough_LQ, middle_LQ, high_LQ)
+        size_LQ = (anchor_LE.amax(1, keepdim=True) + reach_L1).expand_as(wanted_LQ) - low_LQ
+        cuts_C = torch.arange(1, 16, dtype=torch.float64, device=counts_LEB.device) / 16
+        for _ in range(9):  # each round a sixteenth of the last: 2^36, a range has 2^32 epsilons and some
+            tried_LN = (low_LQ[..., None] + cuts_C * size_LQ[..., None]).flatten(1)
+            place_LEN = self._place((tried_LN[:, None] - anchor_LE[..., None]) / width_L1[..., None])
+            place_LEN = place_LEN.clamp_(1.0, self.bins - 1.0)
+            bin_LEN = place_LEN.long().clamp_(max=self.bins - 2)
+            before_LEN = below_LEB.gather(2, bin_LEN - 1)
+            inside_LEN = below_LEB.gather(2, bin_LEN) - before_LEN
+            reached_LN = (before_LEN + (place_LEN - bin_LEN) * inside_LEN).sum(1)
+            short_LQ = (reached_LN.unflatten(1, (-1, 15)) < wanted_LQ[..., None]).sum(2)
+            size_LQ = size_LQ / 16
+            low_LQ = low_LQ + short_LQ * size_LQ
+        high_LQ = low_LQ + size_LQ
         return torch.where(below_LEB[:, :, -1].sum(1, keepdim=True) > 0, high_LQ, torch.nan)
 
 

@@ -433,7 +433,12 @@ class LayerStats:
         if cutoff_T is not None:
             self._open(bias_E)
         # one extra bin takes the -1 of padding
-        self.loads_E.add_(torch.bincount(ids_TK.reshape(-1) + 1, minlength=experts + 1)[1:].int())
+        ids_N = ids_TK.reshape(-1) + 1
+        if may_read(ids_N):
+            self.loads_E.add_(torch.bincount(ids_N, minlength=experts + 1)[1:].int())
+        else:  # bincount would read the largest id back to size its answer
+            ones_N = torch.ones((), dtype=torch.int32, device=ids_N.device).expand(ids_N.shape[0])
+            self.loads_E.add_(self.loads_E.new_zeros(experts + 1).index_add_(0, ids_N, ones_N)[1:])
         counters = self.counters_F
         counters[0] += tokens if mask_T is None else mask_T.sum()
         if cutoff_T is None:
