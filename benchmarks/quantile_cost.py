@@ -79,9 +79,8 @@ def load_error(scores_TE: Tensor, threshold_E: Tensor) -> float:
     return float((share_E - 1.0).square().mean().sqrt())
 
 
-def measure(largest: int, repeats: int, quiet: bool, threads: int) -> list[common.Record]:
-    """All sizes of at most ``largest`` scores."""
-    records = []
+def measure(largest: int, repeats: int, quiet: bool, threads: int, dry_run: bool) -> None:
+    """All sizes of at most ``largest`` scores; each is stored when it is done."""
     for experts in EXPERTS:
         for tokens in TOKENS:
             if tokens * experts > largest:
@@ -89,7 +88,7 @@ def measure(largest: int, repeats: int, quiet: bool, threads: int) -> list[commo
             scores_TE = scores(tokens, experts)
             found = ways(scores_TE)
             times = common.time_interleaved(found, repeats)
-            case = f"T{tokens} E{experts} k{experts // SHARE}"
+            case, records = f"T{tokens} E{experts} k{experts // SHARE}", []
             for name, call in found.items():
                 records.append(
                     common.Record(
@@ -104,8 +103,9 @@ def measure(largest: int, repeats: int, quiet: bool, threads: int) -> list[commo
                         threads=threads,
                     )
                 )
-            print(common.table(records[-len(found) :]), flush=True)
-    return records
+            print(common.table(records), flush=True)
+            if not dry_run:
+                common.write_records(BENCHMARK, records)
 
 
 def main() -> None:
@@ -120,9 +120,7 @@ def main() -> None:
         return
     threads = common.threads(args.threads)
     quiet = common.require_quiet(threads, args.allow_busy)
-    records = measure(args.largest, args.repeats, quiet, threads)
-    if not args.dry_run:
-        print(common.write_records(BENCHMARK, records))
+    measure(args.largest, args.repeats, quiet, threads, args.dry_run)
 
 
 # --- the page ---
