@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -335,3 +336,35 @@ def test_size_of_a_long_run_grows_with_its_logarithm(tmp_path: Path, monkeypatch
     counts = {tier: len([row for row in rows(tmp_path / "r") if row[0] == tier]) for tier in range(4)}
     assert counts == {0: 20, 1: 20, 2: 10, 3: 1}
     assert sizes[1] < 1.4 * sizes[0]
+
+
+def test_a_window_survives_the_way_through_one_buffer() -> None:
+    window = window_of(5)
+    strided = replace(window, loads_LE=window.loads_LE.t().contiguous().t())
+    staged = module._Staged(5, strided)
+    staged.buffer, staged.arrived = module._flat(strided), SimpleNamespace(synchronize=lambda: None)
+    found = staged.read()
+    staged.buffer.zero_()  # the buffer is filled again while the step is being written
+    for name in window.__dataclass_fields__:
+        want = getattr(window, name).numpy()
+        assert np.array_equal(getattr(found, name), want) and getattr(found, name).dtype == want.dtype, name
+
+
+@pytest.mark.gpu
+def test_windows_of_a_card_arrive_while_it_works_on(tmp_path: Path) -> None:
+    """One copy a step on a side stream; the window's memory is free for others at once, and buffers are used again."""
+    recorder = Recorder(tmp_path / "r", **SIZES, depth=64)
+    busy = torch.randn(2048, 2048, device="cuda")
+    for step in range(1, 41):
+        busy = torch.tanh(busy @ busy)
+        host = window_of(step)
+        window = Window(**{name: getattr(host, name).cuda(non_blocking=True) for name in host.__dataclass_fields__})
+        recorder.record(step, window)
+        del window
+        torch.empty(1 << 20, dtype=torch.int32, device="cuda").fill_(-1)
+    assert recorder.flush(60)
+    recorder.close()
+    assert recorder.counts.written == 40 and len(recorder._staging._free) <= 40
+    with RecorderReader(tmp_path / "r") as reader:
+        for step in range(1, 41):
+            assert np.array_equal(reader.arrays(step).loads_LE, window_of(step).loads_LE.numpy()), step

@@ -30,6 +30,7 @@ from trine._log import logger
 from trine.balance.record_format import (
     APPLICATION_ID,
     FORMAT_VERSION,
+    MARGIN_LEVELS,
     MAX_CELLS,
     SCHEMA,
     SUMMARY,
@@ -41,10 +42,11 @@ from trine.balance.record_format import (
     combine,
     pack_summary,
     pack_to_fit,
+    read_meta,
     unpack_summary,
 )
 from trine.balance.summary import Summaries
-from trine.balance.window import MARGIN_LEVELS, Window
+from trine.balance.window import Window
 
 _AGAIN = 100  # frames after which the finest precision is tried again
 _PAGE = 8192  # bytes of a database page
@@ -85,6 +87,11 @@ class _Staged:
         return HostWindow(**found)
 
 
+def _flat(window: Window) -> Tensor:
+    """All of a window as bytes, one array after another, so that one copy takes it along."""
+    return torch.cat([getattr(window, one.name).contiguous().view(-1).view(torch.uint8) for one in fields(Window)])
+
+
 class _Staging:
     """Copies windows of a card to pinned memory: one copy a step, on its own stream, which nobody waits for."""
 
@@ -99,8 +106,7 @@ class _Staging:
         device = window.loads_LE.device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        pieces = [getattr(window, one.name).contiguous().view(-1).view(torch.uint8) for one in fields(Window)]
-        flat = torch.cat(pieces)
+        flat = _flat(window)
         try:
             staged.buffer = self._free.pop()
         except IndexError:
@@ -374,32 +380,3 @@ def _create(database: sqlite3.Connection, meta: dict[str, int], keep: int) -> No
         database.executemany("INSERT INTO meta VALUES (?, ?)", rows)
         database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         database.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-
-
-def read_meta(database: sqlite3.Connection, path: Path) -> dict[str, Any]:
-    """What a file says of itself, checked.
-
-    Raises:
-        RecordError: foreign, of a newer format, or damaged.
-        sqlite3.Error: damaged in a way that SQLite found.
-    """
-    (mark,), (version,) = (database.execute(f"PRAGMA {one}").fetchone() for one in ("application_id", "user_version"))
-    if mark != APPLICATION_ID:
-        raise RecordError(f"{path}: is an SQLite file, but not one of Trine's recorder")
-    if version > FORMAT_VERSION:
-        raise RecordError(f"{path}: format_version {version} is newer than {FORMAT_VERSION}, the newest that is read")
-    found = dict(database.execute("SELECT name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"))
-    if found != SCHEMA or version < 1:
-        raise RecordError(f"{path}: is damaged (its tables are not those of format_version {FORMAT_VERSION})")
-    meta: dict[str, Any] = {}
-    for name, text in database.execute("SELECT key, value FROM meta WHERE length(value) < 65536"):
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            meta[str(name)] = json.loads(text)
-    sizes = [meta.get(name) for name in ("layers", "experts", "top_k", "ranks", "keep")]
-    good = all(type(one) is int and 0 <= one <= MAX_CELLS for one in sizes)
-    good = good and sizes[1] >= 1 and sizes[3] >= 1 and sizes[0] * sizes[1] <= MAX_CELLS  # type: ignore[operator]
-    names = meta.get("summary")
-    good = good and isinstance(names, list) and all(isinstance(one, str) for one in names) and len(names) <= 256
-    if not good or meta.get("margin_levels") != list(MARGIN_LEVELS):
-        raise RecordError(f"{path}: is damaged (it does not say what it holds)")
-    return meta
