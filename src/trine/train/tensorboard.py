@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 from trine.train.callbacks import Callback
 from trine.train.errors import RunError
 from trine.train.metrics import StepRecord
+from trine.train.probes import Record, scalars
 from trine.train.schedule import StageSpan
 
 if TYPE_CHECKING:
     from trine.train.trainer import Trainer
 
-_SCALARS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_s", "dead_experts", "mtp_loss")
+_SCALARS = ("loss", "bits_per_byte", "lr", "grad_norm", "tokens_per_s", "dead_experts", "mtp_loss", "clipped_heads")
 
 
 class TensorBoard(Callback):
-    """Writes each step's figures, load percentiles, and the MaxVio of each MoE layer, into ``RUN/tensorboard``; steps are tokens' steps.
+    """Writes each step's figures, the percentiles of the experts' loads over their mean and the MaxVio of each MoE
+    layer into ``RUN/tensorboard``, and what looks inside the model find; steps are those of training.
 
     Raises:
         RunError: TensorBoard is not installed.
@@ -55,6 +57,12 @@ class TensorBoard(Callback):
             self._writer.add_scalar(f"load/{name}", value, record.step)
         for layer, value in enumerate(record.max_vio):
             self._writer.add_scalar(f"max_vio/{layer}", value, record.step)
+
+    def probe(self, record: Record) -> None:
+        """Write what a look inside the model found; a listener of `trine.train.probes.Probes`."""
+        if self._writer is not None:
+            for name, value in scalars(record).items():
+                self._writer.add_scalar(f"inside/{name}", value, record["step"])
 
     def on_end(self, trainer: Trainer) -> None:
         """Flush and close."""
