@@ -224,6 +224,7 @@ class TrainConfig:
     tensorboard: bool = False  # also write the metrics for TensorBoard (extra `log`)
     recorder: bool = True  # keep load and bias of every expert at every step in RUN/balance.sqlite, and watch them
     prometheus: int = 0  # port of 127.0.0.1 that serves the experts' figures (extra `dashboard`); 0 serves nothing
+    probe_every: int = 50  # steps between two looks inside the model (fewer in a short run), RUN/probes.jsonl; 0: none
     allow_repeats: bool = False  # let a source be read more than 4 times
 
     def __post_init__(self) -> None:
@@ -249,6 +250,7 @@ class TrainConfig:
         _need(self.threads >= 0, "threads", self.threads, "0 (choose) or more")
         _need(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "0 or more")
         _need(self.keep >= 1, "keep", self.keep, "at least 1")
+        _need(self.probe_every >= 0, "probe_every", self.probe_every, "0 (none) or more")
         _need(0 <= self.prometheus < 65536, "prometheus", self.prometheus, "a port, or 0 (none)")
         _need(self.recorder or not self.prometheus, "prometheus", self.prometheus, "0 without the recorder")
         self.model_config()
@@ -271,7 +273,7 @@ class TrainConfig:
 OPERATIONAL = frozenset(
     {
         *("run", "runs", "resume", "eval", "device", "threads", "checkpoint_every", "keep"),
-        *("background_save", "tensorboard", "recorder", "prometheus", "allow_repeats"),
+        *("background_save", "tensorboard", "recorder", "prometheus", "probe_every", "allow_repeats"),
     }
 )
 

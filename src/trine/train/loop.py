@@ -27,6 +27,7 @@ from trine.train.config import Stage, TrainConfig, config_hash, first_difference
 from trine.train.errors import Interrupted, RunError, no_run
 from trine.train.finish import evaluate, short_measure, store_evaluation, write
 from trine.train.guard import ShortGuard
+from trine.train.probes import Probes, ProbeText, probe_text
 from trine.train.progress import ShowProgress
 from trine.train.run_data import sources_of
 from trine.train.run_folder import RunFolder, read_json
@@ -98,12 +99,13 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
             for line in (line for rows in plans for line in rows.report().warnings):
                 say(f"[yellow]warning:[/] {line}")
             batches = stored_batches(plans)
+        text = probe_text(shards, lambda: batches(plan.spans[0], 0)[0]) if config.probe_every else None
         model = build_model(config, device)
         trainer = Trainer(
             *(model, plan, batches, config.optimizer),
             balancer=install_policy(model, config.balance),
             folder=folder,
-            callbacks=[*_callbacks(config, path, console, callbacks), *_short_guard(plan, shards)],
+            callbacks=[*_callbacks(config, path, console, text, callbacks), *_short_guard(plan, shards)],
             keep=config.keep,
             identity={"config": config_hash(config), "data": shards.hash},
             workers=settings["threads"],
@@ -327,10 +329,15 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda" if use else "cpu")
 
 
-def _callbacks(config: TrainConfig, path: Path, console: Console | None, more: Sequence[Callback]) -> list[Callback]:
+def _callbacks(
+    config: TrainConfig, path: Path, console: Console | None, text: ProbeText | None, more: Sequence[Callback]
+) -> list[Callback]:
     shown: list[Callback] = [ShowProgress(console)] if console is not None else []
-    if config.tensorboard:
-        shown.append(TensorBoard(path / "tensorboard"))
+    board = TensorBoard(path / "tensorboard") if config.tensorboard else None
+    if board is not None:
+        shown.append(board)
+    if text is not None:
+        shown.append(Probes(path, config.probe_every, text, [] if board is None else [board.probe]))
     if config.recorder:
         webhook = os.environ.get("TRINE_WEBHOOK", "")  # not in the configuration: such addresses often are secrets
         top_k, port = config.model_config().top_k, config.prometheus
