@@ -1,4 +1,4 @@
-"""`trine balance VERB`: what saved loads say, forced imbalance, and the balancing service."""
+"""`trine balance VERB`: what saved loads say, forced imbalance, policies compared, and the balancing service."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import difflib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
 
 from trine._options import Usage, parse
+from trine.train.compare_config import CompareConfig
 
 HELP = """\
 usage: trine balance VERB [options]
 
   analyze LOADS      is there imbalance, does it last, of experts or of ranks, which alert would have begun
   stress             force a chosen imbalance: what it costs the experts, or how fast each policy removes it
+  compare            eight policies on the same rows: which balances, what it costs, and whether text suffers
   serve              the balancing service, for runs that name its address as balance.service
 
 trine balance VERB --help tells the options of one.
@@ -154,4 +157,26 @@ def _serve(args: list[str]) -> int:
     return 0
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {"analyze": _analyze, "stress": _stress, "serve": _serve}
+def _compare(args: list[str]) -> int:
+    options = parse("balance compare", CompareConfig, args)
+    from trine.train.machine import prepare_machine
+
+    prepare_machine(options.threads)
+    from rich.console import Console
+
+    from trine.train.compare_balance import run_compare
+    from trine.views.balance_compare import compare_table, write_compare
+
+    console = Console()
+    found = run_compare(options, console)
+    console.print(compare_table(found))
+    console.print(f"page: {write_compare(found, Path(options.folder))}", markup=False, highlight=False)
+    return 0
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "analyze": _analyze,
+    "stress": _stress,
+    "compare": _compare,
+    "serve": _serve,
+}

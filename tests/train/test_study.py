@@ -182,14 +182,14 @@ def test_side_by_side_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         study_jobs, "command", lambda c, arm, seed, tokens, threads: [sys.executable, "-c", script, arm, str(code[arm])]
     )
     runs = [(arm, seed) for seed in (0, 1) for arm in ("staged", "longest")]
-    run_side_by_side(config, runs, 2, 7, 1, said.append)
-    begun = [line for line in said if line.endswith("7 tokens")]
-    assert begun == [f"study: {arm}, seed {seed}, 7 tokens" for arm, seed in runs]
-    assert said.index("study: staged, seed 1, 7 tokens") > min(i for i, s in enumerate(said) if s.endswith("done"))
+    run_side_by_side(study_jobs.study_jobs(config, runs, 7, 1), 2, said.append)
+    begun = [line for line in said if not line.endswith("done")]
+    assert begun == [f"study: {arm}, seed {seed}" for arm, seed in runs]
+    assert said.index("study: staged, seed 1") > min(i for i, s in enumerate(said) if s.endswith("done"))
     assert (tmp_path / "longest-1.log").read_text() == "said longest\n"
     code["longest"] = 1
     with pytest.raises(RunError, match=r"study: longest, seed 0 failed \(said longest\); .*longest-0\.log"):
-        run_side_by_side(config, runs, 2, 7, 1, said.append)
+        run_side_by_side(study_jobs.study_jobs(config, runs, 7, 1), 2, said.append)
 
 
 def test_a_signal_ends_all_that_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_a_signal_ends_all_that_run_side_by_side(tmp_path: Path, monkeypatch: py
 
     threading.Thread(target=ours_when_both_are_up, daemon=True).start()
     with pytest.raises(Interrupted, match="go on with the same `trine study` command"):
-        run_side_by_side(config, runs, 2, 7, 1, lambda text: None)
+        run_side_by_side(study_jobs.study_jobs(config, runs, 7, 1), 2, lambda text: None)
     assert [log.read_text() for log in logs] == ["up\nsaved\n"] * 2
 
 

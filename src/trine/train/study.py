@@ -34,7 +34,7 @@ from trine.train.loop import choose_device, open_data, train
 from trine.train.rehearse import forecast
 from trine.train.stored import load_run
 from trine.train.study_config import ARMS, LENGTHS, StudyConfig, arm_stages, chosen_runs
-from trine.train.study_jobs import run_side_by_side
+from trine.train.study_jobs import run_side_by_side, study_jobs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,13 +62,13 @@ def run_study(config: StudyConfig, console: Console | None = None) -> dict[str, 
     folder = Path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
     say = console.print if console is not None else lambda text: logger.info(text)
-    with _alone(folder):  # of several commands in one folder, the first one plans and makes the data
+    with alone(folder):  # of several commands in one folder, the first one plans and makes the data
         plan = _planned(config, folder, say, jobs)
         missing = [run for run in chosen_runs(config) if not _result(folder, *run).exists()]
         if missing and not (folder / "data" / "manifest.json").exists():
             open_data(_run_config(config, *missing[0], folder, plan["tokens"]), folder / "data")
     if jobs > 1 and len(missing) > 1:
-        run_side_by_side(config, missing, jobs, plan["tokens"], settings["threads"], say)
+        run_side_by_side(study_jobs(config, missing, plan["tokens"], settings["threads"]), jobs, say)
     else:
         for arm, seed in missing:
             say(f"study: {arm}, seed {seed}, {plan['tokens']:,} tokens")
@@ -88,7 +88,7 @@ def gather(config: StudyConfig, plan: Mapping[str, Any], folder: Path) -> dict[s
         "arms": summarise(sorted(results, key=lambda one: ARMS.index(one["arm"]))),
         "missing": [f"{arm}-{seed}" for (arm, seed), path in paths.items() if not path.exists()],
     }
-    with _alone(folder):
+    with alone(folder):
         _write(folder / "study.json", found)
     return found
 
@@ -102,7 +102,7 @@ def side_by_side(config: StudyConfig) -> int:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """Wait until no other command plans in the folder; the system drops the lock of one that dies."""
     with open(folder / "lock", "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -120,14 +120,14 @@ def summarise(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         own = [one for one in results if one["arm"] == arm]
         arms[arm] = {"seeds": len(own)}
         for key in ("tokens_per_s", "seconds", "loss"):
-            arms[arm][key] = _spread([one[key] for one in own])
+            arms[arm][key] = spread([one[key] for one in own])
         for key in ("bits_by_context", "recall_by_length", "chance_by_length", "gap_by_length"):
             names = list(dict.fromkeys(name for one in own for name in one.get(key, {})))
-            arms[arm][key] = {name: _spread([one[key][name] for one in own if name in one[key]]) for name in names}
+            arms[arm][key] = {name: spread([one[key][name] for one in own if name in one[key]]) for name in names}
     return arms
 
 
-def _spread(values: Sequence[float]) -> dict[str, float | None]:
+def spread(values: Sequence[float]) -> dict[str, float | None]:
     return {
         "mean": statistics.fmean(values),
         "deviation": statistics.stdev(values) if len(values) > 1 else None,
@@ -231,7 +231,7 @@ def _one_run(
     wanted = _run_config(config, arm, seed, folder, plan["tokens"])
     wanted = dataclasses.replace(wanted, resume=(run / "run.json").exists())
     if not (run / "data").exists():
-        _link_data(folder / "data", run / "data")
+        link_data(folder / "data", run / "data")
     began = time.perf_counter()
     try:
         train(wanted, console)
@@ -289,16 +289,16 @@ def _by_stage(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     return [sum(line["seconds"] for line in lines if line["stage"] == stage) for stage in stages]
 
 
-def _link_data(source: Path, target: Path) -> None:
+def link_data(source: Path, target: Path) -> None:
     """The same data for another run, without a copy where the file system has links."""
     temporary = target.with_name(f".data-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(source, temporary, copy_function=_link_or_copy)
+    shutil.copytree(source, temporary, copy_function=link_or_copy)
     temporary.rename(target)
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:

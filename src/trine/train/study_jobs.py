@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,61 +28,76 @@ def command(config: StudyConfig, arm: str, seed: int, tokens: int, threads: int)
     return [*words, "--jobs", "1", "--threads", str(threads), "--tokens", str(tokens), "--more", *config.more]
 
 
-def run_side_by_side(
-    config: StudyConfig,
-    runs: Sequence[tuple[str, int]],
-    jobs: int,
-    tokens: int,
-    threads: int,
-    say: Callable[[str], Any],
-) -> None:
-    """Run all of ``runs``, ``jobs`` at a time; what each prints goes to ``ARM-SEED.log`` in the study's folder.
+@dataclass(frozen=True)
+class Job:
+    """One run of a study as a command of its own."""
+
+    name: str
+    words: Sequence[str]  # the command line
+    log: Path  # where all it prints goes
+
+
+def study_jobs(config: StudyConfig, runs: Sequence[tuple[str, int]], tokens: int, threads: int) -> list[Job]:
+    """The runs of a curriculum study as jobs; each prints into ``ARM-SEED.log`` in the study's folder."""
+    return [
+        Job(
+            f"{arm}, seed {seed}",
+            command(config, arm, seed, tokens, threads),
+            Path(config.folder) / f"{arm}-{seed}.log",
+        )
+        for arm, seed in runs
+    ]
+
+
+def run_side_by_side(jobs: Sequence[Job], at_once: int, say: Callable[[str], Any], again: str = "trine study") -> None:
+    """Run all of ``jobs``, ``at_once`` at a time.
+
+    Args:
+        jobs: what to run, in this order.
+        at_once: how many at a time.
+        say: told of each beginning and end.
+        again: the command that goes on, for the message of an interruption.
 
     Raises:
         RunError: a run failed; the others that were under way are ended at their next step, saved.
         Interrupted: a signal came; the runs under way are saved.
     """
-    waiting = list(runs)
-    going: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+    waiting = list(jobs)
+    going: dict[str, tuple[Job, subprocess.Popen[bytes]]] = {}
     with _stopped_by_signals() as stopped:
         try:
             while waiting or going:
-                while waiting and len(going) < jobs and not stopped:
-                    arm, seed = waiting.pop(0)
-                    say(f"study: {arm}, seed {seed}, {tokens:,} tokens")
-                    with open(_log(config, arm, seed), "ab") as log:
-                        going[arm, seed] = subprocess.Popen(
-                            command(config, arm, seed, tokens, threads),
+                while waiting and len(going) < at_once and not stopped:
+                    job = waiting.pop(0)
+                    say(f"study: {job.name}")
+                    with open(job.log, "ab") as log:
+                        process = subprocess.Popen(
+                            list(job.words),
                             stdin=subprocess.DEVNULL,
                             stdout=log,
                             stderr=subprocess.STDOUT,
                             start_new_session=True,  # a Ctrl-C is for us, who pass it on once
                         )
+                    going[job.name] = job, process
                 if stopped:
-                    raise Interrupted(
-                        "study interrupted; its runs are saved; go on with the same `trine study` command"
-                    )
-                for run, process in list(going.items()):
+                    raise Interrupted(f"study interrupted; its runs are saved; go on with the same `{again}` command")
+                for name, (job, process) in list(going.items()):
                     if process.poll() is not None:
-                        del going[run]
-                        _check(process.returncode, run, _log(config, *run))
-                        say(f"study: {run[0]}, seed {run[1]} is done")
+                        del going[name]
+                        _check(process.returncode, job)
+                        say(f"study: {name} is done")
                 time.sleep(POLL)
         finally:
-            for process in going.values():
+            for _, process in going.values():
                 process.send_signal(signal.SIGTERM)
-            for process in going.values():
+            for _, process in going.values():
                 process.wait()
 
 
-def _check(code: int, run: tuple[str, int], log: Path) -> None:
+def _check(code: int, job: Job) -> None:
     if code:
-        said = log.read_text(errors="replace").strip().splitlines() or ["nothing said"]
-        raise RunError(f"study: {run[0]}, seed {run[1]} failed ({said[-1]}); all it said is in {log}")
-
-
-def _log(config: StudyConfig, arm: str, seed: int) -> Path:
-    return Path(config.folder) / f"{arm}-{seed}.log"
+        said = job.log.read_text(errors="replace").strip().splitlines() or ["nothing said"]
+        raise RunError(f"study: {job.name} failed ({said[-1]}); all it said is in {job.log}")
 
 
 @contextmanager
