@@ -1,7 +1,8 @@
-"""Balance the experts of a router of your own: statistics and a policy around a plain linear layer.
+"""Balance a mixture of experts that somebody else wrote in plain torch: fifteen lines between the two marks.
 
-The data are skewed (one direction dominates), so an untouched router sends most tokens to a few experts. The numbered
-lines are all that Quantile Balancing adds: no auxiliary loss, no step size.
+`TheirRouter` and `TheirMoE` know nothing of Trine and stay as they are. The data are skewed (one direction dominates),
+so the untouched routers send most tokens to a few experts. Quantile Balancing needs no auxiliary loss and no step size:
+the bias that it solves after each step only chooses, weights stay those of the raw scores.
 
     python examples/quantile_balancing_in_your_router.py
 """
@@ -9,35 +10,85 @@ lines are all that Quantile Balancing adds: no auxiliary loss, no step size.
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
 from trine.balance import QuantileBalancing, dead_experts, max_violation
-from trine.ops.router import RouterStats, route
+from trine.ops.router import LayerStats, RouterStats, route
 
-EXPERTS, K, WIDTH, TOKENS = 32, 2, 16, 2048
+EXPERTS, K, WIDTH, TOKENS, LAYERS = 32, 2, 16, 2048, 2
+
+
+class TheirRouter(nn.Module):
+    """Softmax, the k best, renormalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = torch.topk(torch.softmax(self.gate(x), -1), K)
+        return weights / weights.sum(-1, keepdim=True), ids
+
+
+class TheirMoE(nn.Module):
+    """One matrix an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router: nn.Module = TheirRouter()
+        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x)
+        return x + (weights[..., None] * torch.einsum("td,tkcd->tkc", x, self.experts[ids])).sum(1)
+
+
+# -- from here ---------------------------------------------------------------------------------------------------------
+class Balanced(nn.Module):
+    def __init__(self, theirs: TheirRouter, stats: LayerStats) -> None:
+        super().__init__()
+        self.theirs, self.stats = theirs, stats
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        counted = self.stats if self.training else None
+        routing = route(self.theirs.gate(x), self.stats.bias_E, K, score="softmax", stats=counted)
+        return routing.weights_TK, routing.ids_TK
+
+
+def balance(model: nn.Module) -> tuple[RouterStats, QuantileBalancing]:
+    moes = [module for module in model.modules() if isinstance(module, TheirMoE)]
+    stats = RouterStats.allocate(len(moes), EXPERTS)  # counts and biases of all layers
+    for i, moe in enumerate(moes):
+        moe.router = Balanced(moe.router, stats.layer(i))
+    return stats, QuantileBalancing(K)  # and after each optimizer step: policy.step(stats)
+
+
+# -- to here -----------------------------------------------------------------------------------------------------------
 
 
 def train(steps: int, balanced: bool) -> list[tuple[float, int]]:
-    """Train router and experts (one matrix each) to imitate a nonlinear map; (MaxVio, dead experts) of every step."""
+    """Imitate a nonlinear map; (largest MaxVio of the layers, dead experts of all) of every step."""
     torch.manual_seed(0)
-    target, direction = torch.nn.Linear(WIDTH, WIDTH), 2 * torch.randn(WIDTH)
-    router = torch.nn.Linear(WIDTH, EXPERTS, bias=False)
-    experts = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
-    optimizer = torch.optim.Adam([*router.parameters(), experts], lr=1e-3)
-    stats = RouterStats.allocate(layers=1, experts=EXPERTS)  # 1: counts and biases of all layers
-    policy = QuantileBalancing(K)  # 2
+    target, direction = nn.Linear(WIDTH, WIDTH), 2 * torch.randn(WIDTH)
+    model = nn.Sequential(*(TheirMoE() for _ in range(LAYERS)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if balanced:
+        stats, policy = balance(model)
+    chosen: list[Tensor] = []
+    for moe in model:
+        moe.router.register_forward_hook(lambda _, __, output: chosen.append(output[1]))
     history = []
     for _ in range(steps):
-        x_TD = torch.randn(TOKENS, WIDTH) + direction
-        routing = route(router(x_TD), stats.bias_LE[0], K, stats=stats.layer(0))  # 3: in place of your top-k
-        outputs_TKD = torch.einsum("td,tkcd->tkc", x_TD, experts[routing.ids_TK])
-        y_TD = (routing.weights_TK[..., None] * outputs_TKD).sum(1)
-        loss = (y_TD - torch.tanh(target(x_TD)).detach()).square().mean()
+        x = torch.randn(TOKENS, WIDTH) + direction
+        loss = (model(x) - torch.tanh(target(x)).detach()).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loads_LE = policy.step(stats).loads_LE if balanced else stats.loads_LE.clone()  # 4: after each optimizer step
-        stats.zero_()
-        history.append((float(max_violation(loads_LE)[0]), int(dead_experts(loads_LE)[0])))
+        if balanced:
+            policy.step(stats)
+        loads = torch.stack([torch.bincount(ids.flatten(), minlength=EXPERTS) for ids in chosen])
+        chosen.clear()
+        history.append((float(max_violation(loads).max()), int(dead_experts(loads).sum())))
     return history
 
 
