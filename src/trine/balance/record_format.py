@@ -6,17 +6,22 @@ bounds (`Precision`), every blob carries a checksum, and nothing is unpickled.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import sqlite3
 import struct
 import zlib
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trine.balance.window import MARGIN_LEVELS, Window
+if TYPE_CHECKING:
+    from trine.balance.window import Window
 
 FILE_NAME = "balance.sqlite"
 """Name of the file in a run's folder."""
@@ -25,6 +30,8 @@ APPLICATION_ID = 0x54724251
 """SQLite's mark of whose file this is ("TrBQ")."""
 TIER = 10
 """Frames of one tier that become one of the next."""
+MARGIN_LEVELS = (0.01, 0.05, 0.5, 0.95, 0.99)
+"""Levels of `Window.margins_LQ`."""
 SUMMARY = (
     *("max_vio", "cv", "p1", "p5", "p50", "p95", "p99", "dead", "entropy", "effective", "quantile_error"),
     *("rank_overload", "bias_min", "bias_max", "bias_step", "flips", "tokens", "dropped", "saturated", "overflow"),
@@ -426,3 +433,35 @@ def combine(frames: list[Frame]) -> Frame:
         highest_LE=np.maximum.reduce([frame.highest_LE for frame in frames]),
         summary_KLM=np.stack((average_LM, np.fmin.reduce(lows), np.fmax.reduce(highs))).astype(np.float32),
     )
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def read_meta(database: sqlite3.Connection, path: Path) -> dict[str, Any]:
+    """What a file says of itself, checked.
+
+    Raises:
+        RecordError: foreign, of a newer format, or damaged.
+        sqlite3.Error: damaged in a way that SQLite found.
+    """
+    (mark,), (version,) = (database.execute(f"PRAGMA {one}").fetchone() for one in ("application_id", "user_version"))
+    if mark != APPLICATION_ID:
+        raise RecordError(f"{path}: is an SQLite file, but not one of Trine's recorder")
+    if version > FORMAT_VERSION:
+        raise RecordError(f"{path}: format_version {version} is newer than {FORMAT_VERSION}, the newest that is read")
+    found = dict(database.execute("SELECT name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%'"))
+    if found != SCHEMA or version < 1:
+        raise RecordError(f"{path}: is damaged (its tables are not those of format_version {FORMAT_VERSION})")
+    meta: dict[str, Any] = {}
+    for name, text in database.execute("SELECT key, value FROM meta WHERE length(value) < 65536"):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            meta[str(name)] = json.loads(text)
+    sizes = [meta.get(name) for name in ("layers", "experts", "top_k", "ranks", "keep")]
+    good = all(type(one) is int and 0 <= one <= MAX_CELLS for one in sizes)
+    good = good and sizes[1] >= 1 and sizes[3] >= 1 and sizes[0] * sizes[1] <= MAX_CELLS  # type: ignore[operator]
+    names = meta.get("summary")
+    good = good and isinstance(names, list) and all(isinstance(one, str) for one in names) and len(names) <= 256
+    if not good or meta.get("margin_levels") != list(MARGIN_LEVELS):
+        raise RecordError(f"{path}: is damaged (it does not say what it holds)")
+    return meta

@@ -20,9 +20,9 @@ from trine.balance.record_format import (
     Frame,
     RecordError,
     Shape,
+    read_meta,
     unpack_summary,
 )
-from trine.balance.recorder import read_meta
 
 _MOST_ROWS = 200_000  # more frames than any file has; what a damaged one claims is not believed
 _MOST_BYTES = 1 << 28

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch import distributed as dist
 
+from trine.balance.record_format import MARGIN_LEVELS
 from trine.ops.router import RouterStats
-
-MARGIN_LEVELS = (0.01, 0.05, 0.5, 0.95, 0.99)
-"""Levels of `Window.margins_LQ`."""
 
 
 @dataclass(frozen=True)
