@@ -1,0 +1,198 @@
+"""Draws a `Chart` as the page shows it: the plain dictionary that plotly.js takes. Imports nothing of Plotly's."""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from trine.views.chart import Axis, Bars, Chart, Colour, Heatmap, Line, Mark
+from trine.views.chart_render import ON_WHITE
+from trine.views.heatmap import data_uri, palette, scale_ticks
+
+ON_BLACK: dict[Colour, str] = {
+    "blue": "#58B4F0",
+    "orange": "#E9A93B",
+    "green": "#3CC79E",
+    "red": "#FF8F57",
+    "purple": "#E39BCB",
+    "sky": "#A5D8F7",
+    "ink": "#ECECEC",
+    "grey": "#A3A9B3",
+}
+_GROUND = {False: ("#222222", "#E3E5E9", "#ffffff"), True: ("#E8EAED", "#363C46", "#1b1f26")}
+"""Ink, grid, and the ground of what is shown while pointing at it."""
+_CELLS_WITH_VALUES = 12_000
+"""Heatmaps up to this size tell each cell's value when pointed at; larger ones are one image."""
+HEIGHT = 290
+"""Pixels of a figure of height 1."""
+
+
+def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
+    """``{"data": [...], "layout": {...}}``; JSON-ready, gaps are None, texts are escaped."""
+    ink, grid, ground = _GROUND[dark]
+    layout: dict[str, Any] = {
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"color": ink, "size": 12, "family": "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"},
+        "margin": {"l": 58, "r": 14, "t": 10, "b": 42},
+        "height": round(HEIGHT * chart.height),
+        "hovermode": "x unified",
+        "hoverlabel": {"bgcolor": ground, "font": {"color": ink}},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}},
+        "showlegend": True,
+        "uirevision": chart.key,
+        "dragmode": False,
+        "bargap": 0.15,
+    }
+    if chart.empty:
+        hidden = {"visible": False, "range": [0, 1]}
+        text = _words(chart.empty, 60)
+        words = {"text": text, "x": 0.5, "y": 0.5, "showarrow": False, "font": {"size": 13, "color": ink}}
+        return {"data": [], "layout": {**layout, "xaxis": hidden, "yaxis": hidden, "annotations": [words]}}
+    colours = ON_BLACK if dark else ON_WHITE
+    data: list[dict[str, Any]] = []
+    if chart.heatmap is not None:
+        data += _heatmap(chart.heatmap, chart, dark)
+        layout |= {"hovermode": "closest", "showlegend": False}
+        layout["margin"] = {**layout["margin"], "r": 84}
+    for band in chart.bands:
+        edge: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": _list(band.x), "line": {"width": 0}}
+        edge |= {"showlegend": False, "hoverinfo": "skip", "connectgaps": False}
+        name = html.escape(band.name)
+        fill = _faint(colours[band.colour], band.opacity)
+        data.append({**edge, "y": _list(band.low), "legendgroup": name})
+        data.append(
+            {**edge, "y": _list(band.high), "fill": "tonexty", "fillcolor": fill, "name": name, "legendgroup": name}
+            | {"showlegend": bool(name)}
+        )
+    data += [_bars(bars, colours) for bars in chart.bars] + [_line(line, colours) for line in chart.lines]
+    layout["showlegend"] = layout["showlegend"] and sum(bool(one.get("showlegend")) for one in data) > 1
+    layout["xaxis"], layout["yaxis"] = _axis(chart.x, ink, grid), _axis(chart.y, ink, grid)
+    if chart.heatmap is not None:
+        layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
+    layout["shapes"], layout["annotations"] = [], []
+    for mark in chart.marks:
+        _mark(layout, mark, chart.x if mark.axis == "x" else chart.y, colours)
+    return {"data": data, "layout": layout}
+
+
+def _line(line: Line, colours: dict[Colour, str]) -> dict[str, Any]:
+    look: dict[str, Any] = {"color": colours[line.colour]}
+    trace: dict[str, Any] = {"type": "scatter", "name": html.escape(line.name), "x": _list(line.x), "y": _list(line.y)}
+    trace |= {"showlegend": bool(line.name), "hovertemplate": "%{y:.4g}"}
+    lone = np.asarray(line.x).size == 1  # a line of one point would not be seen
+    if line.points or lone:
+        return trace | {"mode": "markers", "marker": look | {"size": 7 if lone else 5}}
+    look |= {"width": line.width, "dash": line.dash, "shape": "hv" if line.steps else "linear"}
+    return trace | {"mode": "lines", "line": look, "connectgaps": False}
+
+
+def _bars(bars: Bars, colours: dict[Colour, str]) -> dict[str, Any]:
+    trace: dict[str, Any] = {"type": "bar", "name": html.escape(bars.name), "x": _list(bars.x), "y": _list(bars.height)}
+    trace |= {"marker": {"color": colours[bars.colour], "line": {"width": 0}}, "showlegend": bool(bars.name)}
+    if bars.width is not None:
+        trace["width"] = _list(bars.width)
+    return trace | {"hovertemplate": "%{y:.4g}"}
+
+
+def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, str]) -> None:
+    if on.log and mark.at <= 0:
+        return
+    axis, at = mark.axis, mark.at
+    line = {"color": colours[mark.colour], "width": 1.2, "dash": mark.dash}
+    across = "y" if axis == "x" else "x"
+    shape = {"type": "line", f"{axis}0": at, f"{axis}1": at, f"{axis}ref": axis, "line": line, "layer": "above"}
+    layout["shapes"].append(shape | {f"{across}0": 0, f"{across}1": 1, f"{across}ref": "paper"})
+    if not mark.text:
+        return
+    words = {"text": html.escape(mark.text), "showarrow": False, "font": {"size": 11, "color": line["color"]}}
+    at = math.log10(at) if on.log else at  # plotly.js takes a shape's place as a value, and a word's as its logarithm
+    if axis == "x":
+        place = {"x": at, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top"}
+    else:
+        place = {"y": at, "x": 1, "xref": "paper", "xanchor": "right", "yanchor": "bottom"}
+    layout["annotations"].append(words | place)
+
+
+def _axis(axis: Axis, ink: str, grid: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "title": {"text": html.escape(axis.title), "standoff": 8, "font": {"size": 12}},
+        "gridcolor": grid,
+        "linecolor": grid,
+        "zeroline": False,
+        "automargin": True,
+        "fixedrange": False,
+        "tickfont": {"size": 11, "color": ink},
+    }
+    if axis.log:
+        found |= {"type": "log", "dtick": 1} if not axis.ticks else {"type": "log"}
+    if axis.ticks:
+        places = [place for place, _ in axis.ticks]
+        found |= {"tickmode": "array", "tickvals": places, "ticktext": [html.escape(text) for _, text in axis.ticks]}
+    elif axis.whole:
+        found |= {"tickformat": "d"}
+    low, high = axis.low, axis.high
+    if axis.log:
+        low, high = (None if one is None or one <= 0 else math.log10(one) for one in (low, high))
+    if axis.down:
+        found |= {"range": [high, low]} if None not in (low, high) else {"autorange": "reversed"}
+    elif low is not None or high is not None:
+        found["range"] = [low, high]
+    return found
+
+
+def _heatmap(heatmap: Heatmap, chart: Chart, dark: bool) -> list[dict[str, Any]]:
+    values = np.asarray(heatmap.values)
+    colours = palette(heatmap.palette, dark)[:-1]
+    picked = np.linspace(0, len(colours) - 1, 33).round().astype(int)
+    scale = [[i / 32, "rgb({},{},{})".format(*colours[at])] for i, at in enumerate(picked.tolist())]
+    ticks = scale_ticks(heatmap)
+    what = html.escape(f"{heatmap.what} ({heatmap.unit})" if heatmap.unit else heatmap.what)
+    bar = {
+        "title": {"text": what, "side": "right", "font": {"size": 11}},
+        "tickvals": [place for place, _ in ticks],
+        "ticktext": [html.escape(text) for _, text in ticks],
+        "tickfont": {"size": 10},
+        "thickness": 10,
+        "outlinewidth": 0,
+        "xpad": 4,
+        "len": 1.0,
+    }
+    where = f"{html.escape(chart.y.label or 'row')} %{{y}}, {html.escape(chart.x.label or 'column')} %{{x}}"
+    if values.size <= _CELLS_WITH_VALUES:
+        trace: dict[str, Any] = {"type": "heatmap", "z": [_list(row) for row in heatmap.places()], "zmin": 0, "zmax": 1}
+        trace |= {"text": [[f"{one:.4g}" if math.isfinite(one) else "none" for one in row] for row in values.tolist()]}
+        trace |= {"x0": heatmap.x0, "dx": 1, "y0": heatmap.y0, "dy": 1, "colorscale": scale, "colorbar": bar}
+        return [trace | {"hovertemplate": f"{where}: %{{text}}<extra></extra>", "hoverongaps": False}]
+    # An image's pixels are squares to Plotly unless both axes are let go of their ratio, which a page's figure needs.
+    image = {"type": "image", "source": data_uri(heatmap, dark), "x0": heatmap.x0, "dx": 1, "y0": heatmap.y0, "dy": 1}
+    image |= {"hovertemplate": f"{where}<extra></extra>", "zsmooth": False}
+    marker = {"color": [0, 1], "cmin": 0, "cmax": 1, "colorscale": scale, "showscale": True, "colorbar": bar}
+    hidden = {"type": "scatter", "mode": "markers", "x": [None, None], "y": [None, None], "marker": marker}
+    return [image, hidden | {"hoverinfo": "skip", "showlegend": False}]
+
+
+def _list(values: ArrayLike | None) -> list[float | None]:
+    """JSON-ready numbers of six digits; what is not finite is None."""
+    found: list[float | None] = []
+    for one in np.asarray(values, dtype=np.float64).tolist():
+        found.append(float(f"{one:.6g}") if math.isfinite(one) else None)
+    return found
+
+
+def _faint(colour: str, opacity: float) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+def _words(text: str, width: int) -> str:
+    lines: list[str] = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + len(word) >= width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "<br>".join(html.escape(line) for line in lines)

@@ -1,0 +1,305 @@
+"""One run's folder as the pages read it: while it grows, after a kill, damaged, or gone. Read-only, and without torch.
+
+Nothing here raises for what a folder holds: what cannot be read is absent, and `RunView.notes` says why in a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trine.balance.record_format import FILE_NAME, RecordError
+from trine.balance.recorder_reader import RecorderReader
+from trine.views.chart import plain
+from trine.views.probe_view import FILE_NAME as PROBES
+from trine.views.probe_view import MOST_PROBES, Probe
+
+RUN_FORMAT = 1
+"""Newest format_version of ``run.json`` that is read."""
+MOST_RECORDS = 4096
+"""Lines of a file that are kept in memory; of longer files every second, fourth, … one, and always the last."""
+_LONGEST_LINE = 1 << 20
+_LONGEST_FILE = 1 << 24  # of what is read whole
+_PIECE = 1 << 20
+_MOST_A_LOOK = 1 << 26  # bytes of a file read at once; the rest follows at the next look
+
+Record = Mapping[str, Any]
+
+
+class JsonLines:
+    """Follows a file of one JSON object a line; reads only what was added since the last look.
+
+    A torn last line waits for its end; other lines that are no JSON objects are counted in ``bad``; ``why``
+    says what ``keep`` found wrong last.
+
+    Args:
+        path: the file.
+        most: lines that are kept.
+        keep: what is kept of a line; a ValueError from it makes the line a bad one. The object itself by default.
+    """
+
+    def __init__(self, path: Path, most: int = MOST_RECORDS, keep: Callable[[Record], Any] | None = None) -> None:
+        self.path, self.most, self._keep = path, most, keep
+        self._forget()
+
+    def _forget(self) -> None:
+        self.bad, self.why = 0, ""
+        self._identity: tuple[int, int] | None = None
+        self._at, self._rest, self._seen, self._stride = 0, b"", 0, 1
+        self._kept: list[Any] = []
+        self._last: Any = None
+        self._long = False
+
+    def read(self) -> list[Any]:
+        """All lines so far, oldest first, thinned to ``most``; empty where there is no such file."""
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                identity = (status.st_dev, status.st_ino)
+                if identity != self._identity or status.st_size < self._at:
+                    self._forget()  # replaced, or cut back by a run that took steps back
+                    self._identity = identity
+                file.seek(self._at)
+                end = self._at + _MOST_A_LOOK
+                while self._at < end and (piece := file.read(_PIECE)):
+                    self._at += len(piece)
+                    self._take(piece)
+        except OSError:
+            self._forget()
+        beyond = self._last is not None and (not self._kept or self._kept[-1] is not self._last)
+        return [*self._kept, self._last] if beyond and self._last is not None else list(self._kept)
+
+    def _take(self, piece: bytes) -> None:
+        lines = (self._rest + piece).split(b"\n")
+        self._rest = lines.pop()
+        for line in lines:
+            if self._long:  # the end of a line that was given up
+                self._long = False
+            else:
+                self._line(line)
+        if len(self._rest) > _LONGEST_LINE:
+            self.bad += not self._long
+            self._rest, self._long = b"", True
+
+    def _line(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        try:
+            found: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            self.bad += 1
+            return
+        try:
+            found = found if self._keep is None else self._keep(found)
+        except ValueError as error:
+            self.bad, self.why = self.bad + 1, plain(error)
+            return
+        self._last = found
+        if self._seen % self._stride == 0:
+            self._kept.append(found)
+            if len(self._kept) > self.most:
+                self._kept, self._stride = self._kept[::2], self._stride * 2
+        self._seen += 1
+
+
+class RunView:
+    """A run's folder. Safe to share between threads.
+
+    Args:
+        path: the folder; need not exist (any more).
+        name: what it is called on the page; the folder's name by default.
+    """
+
+    def __init__(self, path: str | Path, name: str = "") -> None:
+        self.path = Path(path)
+        self.name = plain(name or self.path.resolve().name or str(self.path), 80) or "unnamed"
+        self._lock = threading.RLock()
+        self._lines: dict[str, JsonLines] = {}
+        self._reader: RecorderReader | None = None
+        self._why_no_reader = ""
+        self._meta: tuple[tuple[int, int, int], dict[str, Any], str] | None = None
+        self._evaluation: tuple[tuple[int, int, int], dict[str, Any], str] | None = None
+
+    def close(self) -> None:
+        """Let the files go."""
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+            self._reader = None
+            self._lines.clear()
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    def problem(self) -> str:
+        """Why nothing of it can be shown, in a sentence; empty when something can."""
+        if not self.path.is_dir():
+            gone = "is no folder" if self.path.exists() else "does not exist (any more)"
+            return f"The run {self.name} cannot be shown: its folder {gone}."
+        if not any((self.path / name).exists() for name in ("run.json", "metrics.jsonl", FILE_NAME)):
+            return (
+                f"{self.name} is no run: a run's folder has run.json, metrics.jsonl or {FILE_NAME}, this one has none."
+            )
+        newer = self._meta_of()[1]
+        return newer if "newer" in newer else ""
+
+    def notes(self) -> list[str]:
+        """What could not be read so far, in sentences."""
+        with self._lock:
+            found = [self._meta_of()[1], self._why_no_reader]
+            found += [self._evaluation[2]] if self._evaluation is not None else []
+            found += [plain(note) for note in self._reader.notes] if self._reader is not None else []
+            for name, lines in self._lines.items():
+                if lines.bad:
+                    why = f" ({lines.why})" if lines.why else ""
+                    found.append(f"{name}: {lines.bad} damaged line{'s' if lines.bad > 1 else ''} left out{why}.")
+            return [one for one in dict.fromkeys(found) if one]
+
+    def version(self) -> tuple[Any, ...]:
+        """Changes whenever one of its files does; costs microseconds."""
+        found: list[Any] = []
+        for name in dict.fromkeys(("run.json", "metrics.jsonl", "events.jsonl", PROBES, *sorted(self._lines))):
+            found.append(_stamp(self.path / name))
+        reader = self.recorder()
+        try:
+            found.append(reader.version() if reader is not None else self._why_no_reader)
+        except RecordError as error:
+            found.append(str(error))
+        return tuple(found)
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def meta(self) -> dict[str, Any]:
+        """``run.json``; empty when it cannot be read."""
+        return self._meta_of()[0]
+
+    def lines(self, name: str) -> list[Record]:
+        """A file of one JSON object a line, thinned to `MOST_RECORDS`; empty when there is none.
+
+        Args:
+            name: of the file, inside the folder.
+
+        Raises:
+            ValueError: the name leads elsewhere.
+        """
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"name: found {name!r}, need a file's name")
+        with self._lock:
+            return self._lines.setdefault(name, JsonLines(self.path / name)).read()
+
+    def records(self) -> list[Record]:
+        """``metrics.jsonl``: one `trine.train.metrics.StepRecord` a step; only those with a whole step number."""
+        return [one for one in self.lines("metrics.jsonl") if type(one.get("step")) is int]
+
+    def events(self) -> list[Record]:
+        """``events.jsonl``."""
+        return self.lines("events.jsonl")
+
+    def evaluation(self) -> dict[str, Any]:
+        """``eval.json``; empty when there is none (yet) or it cannot be read."""
+        path = self.path / "eval.json"
+        stamp = _stamp(path)
+        with self._lock:
+            if self._evaluation is None or self._evaluation[0] != stamp:
+                self._evaluation = (stamp, *_read_meta(path))
+            return self._evaluation[1]
+
+    def probes(self) -> list[Probe]:
+        """Looks inside the model, ``probes.jsonl``, thinned to `MOST_PROBES`, by rising step."""
+        with self._lock:
+            lines = self._lines.get(PROBES)
+            if lines is None:
+                lines = self._lines[PROBES] = JsonLines(self.path / PROBES, MOST_PROBES, Probe.of)
+            found = lines.read()
+        return list({one.step: one for one in sorted(found, key=lambda one: one.step)}.values())
+
+    def recorder(self) -> RecorderReader | None:
+        """The recorder's file; None when there is none or it cannot be read, which `notes` explains."""
+        with self._lock:
+            if self._reader is not None:
+                return self._reader
+            path = self.path / FILE_NAME
+            self._why_no_reader = ""
+            try:
+                if path.exists():
+                    self._reader = RecorderReader(path)
+                else:
+                    self._why_no_reader = f"{FILE_NAME} does not exist: the load of experts was not recorded (yet)."
+            except RecordError as error:
+                self._why_no_reader = plain(f"{error}.")
+            except OSError as error:
+                self._why_no_reader = plain(f"{FILE_NAME}: cannot be read ({error.strerror}).")
+            return self._reader
+
+    def config(self, *names: str) -> Any:
+        """A value of ``run.json``, name inside name; None when it is not there."""
+        found: Any = self.meta()
+        for name in names:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+    def _meta_of(self) -> tuple[dict[str, Any], str]:
+        path = self.path / "run.json"
+        stamp = _stamp(path)
+        with self._lock:
+            if self._meta is None or self._meta[0] != stamp:
+                self._meta = (stamp, *_read_meta(path))
+            return self._meta[1], self._meta[2]
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return (0, 0, 0)
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _read_meta(path: Path) -> tuple[dict[str, Any], str]:
+    try:
+        if path.stat().st_size > _LONGEST_FILE:
+            return {}, f"{path.name} is too large to be a run's."
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError, RecursionError):
+        return {}, f"{path.name} is damaged and left out."
+    version = found.get("format_version") if isinstance(found, dict) else None
+    if type(version) is not int:
+        return {}, f"{path.name} is damaged (no format_version) and left out."
+    if version > RUN_FORMAT:
+        return {}, (
+            f"This run was written by a newer version of Trine (format_version {version}; {RUN_FORMAT} is the newest "
+            "this one reads): update Trine to look at it."
+        )
+    return found, ""
+
+
+def find_runs(paths: Sequence[str | Path], most: int = 2000) -> list[RunView]:
+    """The runs of some folders: each a run's own, or a folder of runs, newest first.
+
+    A folder that is neither is one run, whose `RunView.problem` says so.
+    """
+    found: dict[Path, RunView] = {}
+    for one in map(Path, paths):
+        inside: list[tuple[float, Path]] = []
+        if one.is_dir() and not _is_run(one):
+            for child in one.iterdir():
+                if _is_run(child):
+                    inside.append((-max(_stamp(child / name)[2] for name in _MARKS), child))
+        for child in [path for _, path in sorted(inside)] or [one]:
+            if len(found) < most:
+                found.setdefault(child.resolve(), RunView(child))
+    return list(found.values())
+
+
+_MARKS = ("run.json", "metrics.jsonl", FILE_NAME)
+
+
+def _is_run(path: Path) -> bool:
+    return path.is_dir() and any((path / name).exists() for name in _MARKS)
