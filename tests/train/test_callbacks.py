@@ -223,3 +223,28 @@ def test_many_experts_without_a_recorder_earn_a_hint(
         trainer.callbacks.clear()
         trainer.run()
     assert caplog.text.count("4 experts a layer and no recorder: averages hide dead and crowded experts") == 1
+
+
+def test_a_late_controller_is_an_alert(tiny: SimpleNamespace, tmp_path: Path) -> None:
+    """A served policy says how many steps in a row brought no new bias; one that is solved here says nothing."""
+
+    class Served:
+        def __init__(self) -> None:
+            self.inner, self.missed = tiny.balancer(), 0
+
+        def step(self, stats: Any) -> Any:
+            self.missed += 3
+            return self.inner.step(stats)
+
+        def status(self) -> SimpleNamespace:
+            return SimpleNamespace(missed=self.missed)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    stale = next(rule for rule in module.DEFAULT_RULES if rule.name == "stale")
+    with RunFolder(tmp_path) as folder:
+        recorded(tiny, folder, 4, balancer=Served(), rules=(stale,))
+    (alert,) = alerts_of(tmp_path)
+    # judged in the recorder's thread, which may see the count of a later step
+    assert alert["rule"] == "stale" and alert["value"] in (6.0, 9.0, 12.0) and alert["step"] <= 2
