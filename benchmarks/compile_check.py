@@ -32,7 +32,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from trine.ops.kda import triton_backward, triton_decode, triton_prepare, triton_scan
-from trine.ops.kda.triton_config import choose, segment_length
+from trine.ops.kda.triton_config import choose, refined, segment_length
 from trine.ops.kda.triton_launch import Kernel, Variant
 
 TABLE = Path(__file__).resolve().parent / "results" / "compile-sm90.json"
@@ -59,6 +59,8 @@ def entries() -> dict[str, Entry]:
         (16, 256, 256, fp32, "auto", False),
     ):
         config = choose(heads, key, value, dtype, dtype, True, plan)
+        if plan == "auto,bf16":  # as save="factors" makes and reads them
+            config = refined(config)
         align = 8 if key % 8 == 0 and value % 8 == 0 else 4
         name = f"H{heads} K{key} V{value} {str(dtype)[6:]} {plan}"
         segmented = config.segment > 0
@@ -132,13 +134,12 @@ def backward_entries() -> dict[str, Entry]:
         segment = segment_length(heads, key, value)
         for index, carried in ((None, False), (torch.int32, True)):
             name = f"H{heads} K{key} V{value} {str(dtype)[6:]}" + (" packed carried" if carried else "")
-            form = triton_backward._Form(
-                (dtype,) * 7, index, key, value, True, True, True, True, carried, carried, False, segment, True
-            )
+            flags = (True, True, True, True, carried, carried, False)
+            form = triton_backward._Form((dtype,) * 7, index, key, value, *flags, segment, dtype != fp32, True)
             for kind, variant in zip(kernels, triton_backward.variants(config, form), strict=True):
                 if segment or kind not in ("segments", "join"):
                     found[f"backward {kind} {name}"] = (kernels[kind], variant, hot)
-            chosen = triton_backward.factor_config(heads, key, value, dtype, dtype, True)
+            chosen = triton_backward.factor_config(heads, key, value, dtype, dtype, True, True)
             single = triton_prepare._single_warp() if chosen.single_warp and align == 8 else None
             make = triton_prepare.prepare_variant if single is None else triton_prepare.single_warp_variant
             found[f"backward prepare {name}"] = (

@@ -140,10 +140,9 @@ class Case:
         options = dict(self.options)
         index = torch.int32 if self.lengths else None
         norm, logit = options.get("qk_norm", True), options.get("beta_is_logit", True)
-        types = (self.dtype,) * 7
-        return backward._Form(
-            types, index, self.key, self.value, norm, logit, True, True, True, True, self.groups > 1, self.segment, True
-        )
+        types, fine = (self.dtype,) * 7, norm and self.dtype != torch.float32
+        flags = (norm, logit, True, True, True, True, self.groups > 1)
+        return backward._Form(types, index, self.key, self.value, *flags, self.segment, fine, True)
 
 
 SMALL = (1, 300, 4)

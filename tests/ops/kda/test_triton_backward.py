@@ -146,6 +146,16 @@ def test_bf16_inputs_lose_no_more_than_their_rounding(regime: str) -> None:
         assert e <= (1.5e-2 if name == "A_log" else 6e-3), (name, e)
 
 
+def test_states_are_walked_more_finely_than_gradients() -> None:
+    """With K- and values in fp16 and A in two parts, nearly parallel keys lose half as much in the gates' sums."""
+    torch.manual_seed(0)
+    data = draw(256, heads=2, regime="parallel", dtype=torch.bfloat16)
+    out, expected = expected_gradients(data)
+    coarse, fine = (errors_of(run(data, out, fine=x), expected) for x in (False, True))
+    assert fine["A_log"] <= 0.5 * coarse["A_log"] and fine["dt_bias"] <= 0.75 * coarse["dt_bias"]
+    assert fine["A_log"] <= 4e-3 and coarse["A_log"] <= 1.2e-2
+
+
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33])
 def test_lengths_around_a_chunk(tokens: int) -> None:
     check(draw(tokens))

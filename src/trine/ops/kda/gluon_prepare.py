@@ -269,6 +269,7 @@ def gluon_prepare_kernel(
     HAS_A: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PACKED: gl.constexpr,
+    FINE: gl.constexpr,
 ):
     """One 32-token tile of one value head by one warp; arguments and results as ``triton_prepare.prepare_kernel``."""
     C: gl.constexpr = 32
@@ -301,6 +302,7 @@ def gluon_prepare_kernel(
     tile = pid.to(gl.int64)
     plane = slots.to(gl.int64) * heads * (C * BK)
     w_tile = factors_ptr + tile * (C * BK)
+    k_tile = factors_ptr + plane * 2 + tile * (C * BK * (2 if FINE else 1))
     first64 = first.to(gl.int64)
     h = hv // group
     q_row = q_ptr + (batch * q_stride_b + first64 * q_stride_t + h * q_stride_h) * ALIGN
@@ -380,7 +382,9 @@ def gluon_prepare_kernel(
         k_up = kx * up
         k_down = kx * down
         k_minus = gl.convert_layout(gl.reshape(k_down, [8, 4, 32]), LINES, assert_trivial=True) * leave[:, None, :]
-        gl.store(w_tile + plane * 2 + place3 + p * 32, k_minus.to(FACTOR))
+        gl.store(k_tile + place3 + p * 32, k_minus.to(FACTOR))
+        if FINE:
+            gl.store(k_tile + C * BK + place3 + p * 32, k_minus.to(gl.float16).to(FACTOR, bitcast=True))
         gl.store(decay_ptr + tile * BK + (p * 32 + channels + lines * 0), leave * back, mask=channels + lines * 32 < 32)
         rows = gl.permute(gl.reshape((k_up * back).to(FACTOR), [4, 2, 2, 2, 32]), [1, 2, 0, 3, 4])
         k_all.index(p)._reinterpret(FACTOR, [C, 32], SHARED).store(gl.reshape(rows, [C, 32]))
@@ -404,6 +408,10 @@ def gluon_prepare_kernel(
     invert(m_all, x_all, MMA)
     solved = x_all.load(TILE) * gl.convert_layout(beta, gl.SliceLayout(0, TILE))[None, :]
     gl.store(a_ptr + tile * (C * C) + row[:, None] * C + col, solved.to(VALUE))
+    if FINE:
+        rest = solved - solved.to(VALUE).to(gl.float32)
+        rest_tile = a_ptr + (slots.to(gl.int64) * heads + tile) * (C * C)
+        gl.store(rest_tile + row[:, None] * C + col, rest.to(VALUE))
     minus = as_left((-solved).to(FACTOR), MMA)
     out_row = gl.arange(0, C, layout=gl.SliceLayout(1, OUT))[:, None]
     out_col = gl.arange(0, 32, layout=gl.SliceLayout(0, OUT))[None, :]

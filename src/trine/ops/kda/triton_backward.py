@@ -1,6 +1,7 @@
 """The backward pass of bounded-decay KDA on a GPU: five launches, nothing saved but the inputs and the output.
 
-1. ``prepare`` (chunk, head), the forward's first kernel, in bf16: factors W, Q+, K-, A, P of each 32-token chunk.
+1. ``prepare`` (chunk, head), the forward's first kernel, in bf16: factors W, Q+, K-, A, P of each 32-token chunk; for
+   the states also K- in fp16 and what rounding left of A.
 2. ``scan_kernel``: state scan and reverse scan as two halves of one grid; they need nothing of each other.
 3. ``pair_kernel`` (chunk, head): gradients of the 32x32 matrices and sums over value columns.
 4. ``gradient_kernel`` (chunk, head, channel block): dq, dk, dgate through L2 norm and gate.
@@ -106,10 +107,15 @@ def choose_backward(dtype: torch.dtype, K: int, V: int, heads: int = 0) -> Backw
 
 
 @cache
-def factor_config(heads: int, K: int, V: int, dtype: torch.dtype, value_dtype: torch.dtype, bounded: bool) -> Config:
-    """How the backward makes the factors: all in its operands' dtype. Cached, as configurations compare by identity."""
+def factor_config(
+    heads: int, K: int, V: int, dtype: torch.dtype, value_dtype: torch.dtype, bounded: bool, fine: bool
+) -> Config:
+    """How the backward makes the factors: all in its operands' dtype. Cached, as configurations compare by identity.
+
+    With ``fine`` 16-bit ones get their second parts, if keys are unit vectors (``bounded``), whose K- fits fp16.
+    """
     chosen = choose(heads, K, V, dtype, value_dtype, bounded, "serial,bf16")
-    return replace(chosen, value=chosen.factor)
+    return replace(chosen, value=chosen.factor, fine=fine and bounded and chosen.factor != torch.float32)
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,7 @@ class _Form:
     final: bool
     grouped: bool
     segment: int  # tokens of a segment of the scans, 0: whole sequences
+    fine: bool  # the factors have their second parts
     fast: bool
 
 
@@ -151,10 +158,9 @@ def variants(config: BackwardConfig, form: _Form) -> Variants:
     key, value = config.key_width, config.value_width
     dq = f if form.grouped else q
     widths = (form.K, form.V, key, value, config.scan_block, form.segment, operand, form.initial, form.final, packed)
-    scan = Variant(
-        (v, d_output, x, x, x, x, x, f, f, f, index, f, f, x, x, x, x, f, *["i32"] * 3, "fp32"), widths, config.scan
-    )
-    segments = Variant((v, d_output, x, x, x, x, x, f, f, f, index, f, f, f, *["i32"] * 3, "fp32"), widths, config.scan)
+    walk = (v, d_output, x, x, x, x, x, "*fp16" if form.fine else x, x, f, f, f, index, f, f)
+    scan = Variant((*walk, x, x, x, x, f, *["i32"] * 3, "fp32"), (*widths, form.fine), config.scan)
+    segments = Variant((*walk, f, *["i32"] * 3, "fp32"), (*widths, form.fine), config.scan)
     precision = "tf32x3" if config.operand == torch.float32 else "tf32"
     join = Variant(
         (index, f, f, f, *["i32"] * 2),
@@ -211,6 +217,7 @@ def kda_backward(
     cu_seqlens: Tensor | None = None,
     segment: int | None = None,
     factors: Factors | None = None,
+    fine: bool = True,
     config: BackwardConfig | None = None,
 ) -> Gradients:
     """Every gradient of ``kda`` with the bounded gate (K3 report, arXiv 2607.24653, Eq. 1-5), recomputed from inputs.
@@ -230,6 +237,8 @@ def kda_backward(
         segment: tokens of a segment of the scans, a multiple of 32, 0 for whole sequences; None chooses by heads and
             head sizes, never by T or data.
         factors: what ``prepare`` made of the same inputs with bf16 factors (fp32 for fp32), to save making it again.
+        fine: walk the states with K- and corrected values in fp16 and A in two parts where 16-bit factors are made here
+            and keys are unit vectors, as the forward does. It asks values v to be between about 1e-4 and 1e4.
 
     Returns:
         Gradients in the types of their inputs; those of states in fp32.
@@ -247,12 +256,12 @@ def kda_backward(
             *(q, k, v, gate, beta, output, d_output, d_final_state),
             A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit,
             beta_max=beta_max, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment=segment,
-            factors=factors, config=config, error=error,
+            factors=factors, fine=fine, config=config, error=error,
         )  # fmt: skip
 
     made = (None,) * 4 if factors is None else (factors.wqk, factors.p, factors.a, factors.decay)
     found, replayed = MEMORY.call(
-        (lower_bound, qk_norm, beta_is_logit, beta_max, scale, segment, config),
+        (lower_bound, qk_norm, beta_is_logit, beta_max, scale, segment, fine, config),
         (q, k, v, gate, beta, output, d_output, d_final_state, A_log, dt_bias, initial_state, cu_seqlens, error, *made),
         plain,
         tuple,
@@ -277,12 +286,14 @@ def _walk(
     (B, T, HV), device = v.shape[:3], v.device
     N = B if cu is None else cu.numel() - 1
     KP, VP = config.key_width, config.value_width
-    w, q_plus, k_minus = factors.wqk.unbind(0)
+    k_minus, k_fine = factors.keys()
+    fine = (k_minus, None) if k_fine is None else (k_fine, factors.a[1])
     states, d_states = (new((slots, HV, VP, KP), config.operand, device) for _ in range(2))
     values, d_values = (new((slots, HV, VP, CHUNK), config.operand, device) for _ in range(2))
     d_state = None if state is None else new(state.shape, state.dtype, device)
     places, leaving, d_leaving = N, None, None
-    data = (v, d_output, w, q_plus, k_minus, factors.a, factors.p, factors.decay, state, d_final, cu)
+    matrices = (factors.wqk[0], factors.wqk[1], k_minus, factors.a, factors.p, *fine, factors.decay)
+    data = (v, d_output, *matrices, state, d_final, cu)
     if segment:
         places = B * -(-T // segment) if cu is None else T // segment + N
         leaving, d_leaving = (new((places, HV, VP, KP), torch.float32, device) for _ in range(2))
@@ -324,6 +335,7 @@ def _plain_backward(
     cu_seqlens: Tensor | None,
     segment: int | None,
     factors: Factors | None,
+    fine: bool,
     config: BackwardConfig | None,
     error: Tensor | None,
 ) -> Gradients:
@@ -348,12 +360,6 @@ def _plain_backward(
 
     length = segment_length(HV, K, V) if segment is None else segment
     segment = length if length < T else 0
-    form = _Form(
-        (q.dtype, k.dtype, v.dtype, gate.dtype, beta.dtype, output.dtype, d_output.dtype),
-        None if cu is None else cu.dtype, K, V, qk_norm, beta_is_logit, rate is not None, bias is not None,
-        state is not None, d_final is not None, HV != H, segment, not SCAN.interpreted,
-    )  # fmt: skip
-    forms = variants(config, form)
     if not beta_is_logit:
         # A strength of 0 becomes 2^-24, which does not show beside 1, so that its gradient may divide by it.
         beta = torch.where(beta.abs() < 2.0**-24, 2.0**-24, beta)
@@ -361,10 +367,16 @@ def _plain_backward(
         problem = make_problem(
             *(q, k, v, gate, beta),
             a_log=rate, dt_bias=bias, lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit,
-            beta_max=beta_max, scale=scale, cu_seqlens=cu, config=factor_config(HV, K, V, q.dtype, v.dtype, qk_norm),
-            error=error,
+            beta_max=beta_max, scale=scale, cu_seqlens=cu,
+            config=factor_config(HV, K, V, q.dtype, v.dtype, qk_norm, fine), error=error,
         )  # fmt: skip
         factors = prepare(problem)
+    form = _Form(
+        (q.dtype, k.dtype, v.dtype, gate.dtype, beta.dtype, output.dtype, d_output.dtype),
+        None if cu is None else cu.dtype, K, V, qk_norm, beta_is_logit, rate is not None, bias is not None,
+        state is not None, d_final is not None, HV != H, segment, factors.fine, not SCAN.interpreted,
+    )  # fmt: skip
+    forms = variants(config, form)
     a = factors.a
     states, d_states, values, d_values, d_state = _walk(
         factors, v, d_output, state, d_final, cu, slots, segment, scale, config, forms

@@ -44,7 +44,7 @@ def forward_keeping(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=settings.lower_bound, qk_norm=settings.qk_norm,
         beta_is_logit=settings.beta_is_logit, beta_max=settings.beta_max, scale=settings.scale,
         initial_state=initial_state, output_final_state=settings.final, cu_seqlens=cu_seqlens,
-        plan=plan_of(q, settings), keep=factors_fit(q, v, settings),
+        plan=plan_of(q, settings), keep=factors_fit(q, v, settings), fine=factors_fine(q, v, settings),
     )  # fmt: skip
 
 
@@ -73,6 +73,16 @@ def factors_fit(q: Tensor, v: Tensor, settings: Settings) -> bool:
     return config.factor == config.value == operand
 
 
+def narrow(settings: Settings) -> bool:
+    """Whether fp16 may hold what is bounded: nobody asked for bf16's range by the plan."""
+    return not settings.plan.endswith(",bf16")
+
+
+def factors_fine(q: Tensor, v: Tensor, settings: Settings) -> bool:
+    """Whether kept factors have the second parts that the backward would make."""
+    return factors_fit(q, v, settings) and q.dtype != torch.float32 and settings.qk_norm and narrow(settings)
+
+
 def backward_from(
     q: Tensor,
     k: Tensor,
@@ -95,13 +105,14 @@ def backward_from(
         dt_bias=dt_bias, lower_bound=settings.lower_bound, qk_norm=settings.qk_norm,
         beta_is_logit=settings.beta_is_logit, beta_max=settings.beta_max, scale=settings.scale,
         initial_state=initial_state, cu_seqlens=cu_seqlens, segment=config_of(q, v, settings).segment, factors=factors,
+        fine=narrow(settings),
     )  # fmt: skip
 
 
 class TritonKDA(torch.autograd.Function):
     """Saves the inputs and the output; with ``keep_factors`` also what the forward's first kernel made of them.
 
-    Kept factors trade memory for speed: 6 K + 128 bytes a token and head stay from forward to backward, which then does
+    Kept factors trade memory for speed: 8 K + 192 bytes a token and head stay from forward to backward, which then does
     not make them again; bf16 inputs then take bf16 factors in the forward too (output error 4.1e-3, not 3.3e-3).
     """
 

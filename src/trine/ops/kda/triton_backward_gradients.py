@@ -214,7 +214,10 @@ def gradient_kernel(
     inside = product(k_read, dm, product(q_read, dp, zero, DT), DT)
     out_w *= fall * (exp2(total + anchor, FAST) * scale)[:, None]  # dS comes in units of the scale
     written = k_tile * out_w
-    grad_g = (pairs - k_write.to(tl.float32) * inside) * down + (grad_g - written)
+    if tl.float32 == DT:
+        grad_g += (pairs - k_write.to(tl.float32) * inside) * down
+    else:
+        grad_g = (pairs - k_write.to(tl.float32) * inside) * down + (grad_g - written)
     own = tl.load(row + i)  # read again, like rk below, rather than kept in registers
     grad_k += inside * fall * down + out_w + own[None, :] * q_tile
     if QK_NORM:
@@ -223,11 +226,15 @@ def gradient_kernel(
         grad_k = rk[None, :] * (grad_k - k_tile * k_sum[None, :])
     tl.store(dk + row_at, tl.trans(grad_k), mask=there)
 
-    last = tl.load(keep + r) * (exp2(total, FAST) * scale) + tl.sum(written, 1)
-    grad_g = token_sum(grad_g, lower, zero + last[:, None], DT)
+    last = tl.load(keep + r) * (exp2(total, FAST) * scale)
     if tl.float32 == DT:
+        # What is written before a token, and not all minus what is written from it on: where gates are saturated the
+        # last writes are e^5 times the difference, and the matrix unit cuts sums off instead of rounding them.
+        grad_g = token_sum(written, i[:, None] < i[None, :], token_sum(grad_g, lower, zero + last[:, None], DT), DT)
         grad_x = grad_g * (slope * (lower_bound * rate))
     else:
+        last += tl.sum(written, 1)
+        grad_g = token_sum(grad_g, lower, zero + last[:, None], DT)
         grad_x = grad_g * ((s - s * s) * (lower_bound * rate))
     tl.store(dgate + row_at, tl.trans(grad_x), mask=there)
     if HAS_BIAS:

@@ -8,7 +8,9 @@ gradients here are in units of it)::
     Vn^T  = V^T (A beta)^T - S^T W^T         S^T <- S^T diag(2^G_end) + Vn^T K-
     dVn^T = dO^T P + dS^T K-^T              dS^T <- dS^T diag(2^G_end) + dO^T Q+ - dVn^T W
 
-The directions need nothing of each other: dS does not depend on S. Segmented (K3 report, arXiv 2607.24653, Eq. 17): a
+The directions need nothing of each other: dS does not depend on S. FINE: forward, K- and Vn enter their product in fp16
+and A in two bf16 parts, as the states must be those of the forward pass (the README's part on A_log's gradient);
+backwards everything stays in bf16, for gradients may be of any size. Segmented (K3 report, arXiv 2607.24653, Eq. 17): a
 segment maps the state by ``S_out = M S_in + b`` and its gradient by ``dS_in = M^T dS_out + c``. One launch walks every
 segment from zero in both directions and once from the identity, for b, c and M; a second joins them; the third is the
 walk proper, from every segment's true states at once.
@@ -29,6 +31,7 @@ def walk_forward(
     w_in,
     k_in,
     a_in,
+    a_rest,
     decay_in,
     states,
     values,
@@ -44,6 +47,7 @@ def walk_forward(
     VP: tl.constexpr,
     BV: tl.constexpr,
     DT: tl.constexpr,
+    FINE: tl.constexpr,
     STORE: tl.constexpr,
 ):
     """Carry ``state`` ``[BV, KP]`` over ``length`` tokens from chunk ``place`` on; STORE what the gradients need.
@@ -64,16 +68,19 @@ def walk_forward(
         v_tile = tl.load(v + row + step * (stride * (CHUNK * V)) + row_at, mask=seen, other=0.0).to(DT)
         a = tl.load(a_in + at * (CHUNK * CHUNK) + square_at)
         w = tl.load(w_in + at * (CHUNK * KP) + tile_at)
-        k = tl.load(k_in + at * (CHUNK * KP) + tile_at)
+        k = tl.load(k_in + at * (CHUNK * KP * (2 if FINE else 1)) + tile_at)
         ahead = tl.load(decay_in + (at + tl.where(step + 1 < chunks, heads, 0)) * KP + key)
         operand = state.to(DT)
         if STORE:
             tl.store(states + at * (VP * KP) + e[:, None] * KP + key[None, :], operand)
         new = product(tl.trans(v_tile), tl.trans(a), tl.zeros([BV, CHUNK], tl.float32), DT)
-        new_operand = product(operand, tl.trans(w), new, DT).to(DT)
+        if FINE:
+            rest = tl.load(a_rest + at * (CHUNK * CHUNK) + square_at)
+            new = product(tl.trans(v_tile), tl.trans(rest), new, DT)
+        new = product(operand, tl.trans(w), new, DT)
         if STORE:
-            tl.store(values + at * (VP * CHUNK) + e[:, None] * CHUNK + i[None, :], new_operand)
-        state = product(new_operand, k, state * decay[None, :], DT)
+            tl.store(values + at * (VP * CHUNK) + e[:, None] * CHUNK + i[None, :], new.to(DT))
+        state = product(new.to(k_in.dtype.element_ty), k, state * decay[None, :], DT)
         decay = ahead
     return state
 
@@ -101,6 +108,7 @@ def walk_back(
     VP: tl.constexpr,
     BV: tl.constexpr,
     DT: tl.constexpr,
+    FINE: tl.constexpr,
     STORE: tl.constexpr,
 ):
     """Carry the state's gradient ``[BV, KP]`` back over the same chunks, last first."""
@@ -118,7 +126,7 @@ def walk_back(
         seen = (i + back * 32 < length)[:, None] & real[None, :]
         o_tile = tl.load(d_out + row + back * (stride * (CHUNK * V)) + row_at, mask=seen, other=0.0).to(DT)
         p = tl.load(p_in + at * (CHUNK * CHUNK) + square_at)
-        k = tl.load(k_in + at * (CHUNK * KP) + tile_at)
+        k = tl.load(k_in + at * (CHUNK * KP * (2 if FINE else 1)) + tile_at)
         q = tl.load(q_in + at * (CHUNK * KP) + tile_at)
         w = tl.load(w_in + at * (CHUNK * KP) + tile_at)
         ahead = tl.load(decay_in + (at - tl.where(back > 0, heads, 0)) * KP + key)
@@ -145,6 +153,8 @@ def scan_kernel(
     k_in,
     a_in,
     p_in,
+    k_fine,
+    a_rest,
     decay_in,
     initial,
     d_final,
@@ -170,10 +180,12 @@ def scan_kernel(
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     PACKED: tl.constexpr,
+    FINE: tl.constexpr,
 ):
     """State entering each chunk and gradient of the state leaving it, transposed ``[slot, head, VP, KP]``.
 
-    Also the corrected values Vn and their gradients, transposed ``[slot, head, VP, 32]``. Programs: (place, head, value
+    Also the corrected values Vn and their gradients, transposed ``[slot, head, VP, 32]``. ``k_fine`` and ``a_rest`` are
+    K- for the walk forward and what rounding left of A, or K- and nothing. Programs: (place, head, value
     block, direction), direction slowest; a place is a sequence, or a segment of one if SEGMENT > 0, which starts from
     what ``join_kernel`` left in ``leaving`` and ``d_leaving`` ``[place, head, VP, KP]``.
     """
@@ -212,8 +224,8 @@ def scan_kernel(
             mask = outer_there & (number == 0) if SEGMENT > 0 else outer_there
             state += tl.load(initial + outer_at, mask=mask, other=0.0).to(tl.float32)
         walk_forward(
-            state, v, w_in, k_in, a_in, decay_in, states, values,
-            chunk, stride, row, heads, length, e, real, V, KP, VP, BV, DT, True,
+            state, v, w_in, k_fine, a_in, a_rest, decay_in, states, values,
+            chunk, stride, row, heads, length, e, real, V, KP, VP, BV, DT, FINE, True,
         )  # fmt: skip
     else:
         grad = tl.zeros([BV, KP], tl.float32)
@@ -225,7 +237,7 @@ def scan_kernel(
             grad += tl.load(d_final + outer_at, mask=mask, other=0.0).to(tl.float32) / scale
         grad = walk_back(
             grad, d_out, w_in, q_in, k_in, p_in, decay_in, d_states, d_values,
-            chunk, stride, row, heads, length, e, real, V, KP, VP, BV, DT, True,
+            chunk, stride, row, heads, length, e, real, V, KP, VP, BV, DT, FINE, True,
         )  # fmt: skip
         if HAS_INITIAL:
             mask = outer_there & (number == 0) if SEGMENT > 0 else outer_there
@@ -241,6 +253,8 @@ def segment_kernel(
     k_in,
     a_in,
     p_in,
+    k_fine,
+    a_rest,
     decay_in,
     initial,
     d_final,
@@ -262,6 +276,7 @@ def segment_kernel(
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     PACKED: tl.constexpr,
+    FINE: tl.constexpr,
 ):
     """b and c ``[place, head, VP, KP]`` and the transposed map M^T ``[place, head, KP, KP]`` of every segment, fp32.
 
@@ -298,8 +313,8 @@ def segment_kernel(
             there = (number == 0) & (key < K)[None, :] & real[:, None]
             state += tl.load(initial + outer + key[None, :] * V + e[:, None], mask=there, other=0.0)
         state = walk_forward(
-            state, v, w_in, k_in, a_in, decay_in, v, v,
-            chunk, stride, row, heads, length, e, real, V, KP, VP, BV, DT, False,
+            state, v, w_in, k_fine, a_in, a_rest, decay_in, v, v,
+            chunk, stride, row, heads, length, e, real, V, KP, VP, BV, DT, FINE, False,
         )  # fmt: skip
         target = leaving + one * (VP * KP)
         if is_map:
@@ -313,7 +328,7 @@ def segment_kernel(
             grad = tl.load(d_final + outer + key[None, :] * V + e[:, None], mask=there, other=0.0) / scale
         grad = walk_back(
             grad, d_out, w_in, q_in, k_in, p_in, decay_in, v, v,
-            chunk, stride, row, heads, length, e, e < V, V, KP, VP, BV, DT, False,
+            chunk, stride, row, heads, length, e, e < V, V, KP, VP, BV, DT, FINE, False,
         )  # fmt: skip
         tl.store(d_leaving + one * (VP * KP) + e[:, None] * KP + key[None, :], grad)
 

@@ -8,7 +8,7 @@ the sequence every ``segment`` tokens leaves sequences that are no longer than t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -39,6 +39,7 @@ class Config:
         prepare, scan, transition, combine: how the kernels are compiled.
         segment: tokens a segment of the exact segmented scan; 0 walks a sequence from end to end.
         combine_block: value rows of one program that joins segments.
+        fine: store K- in fp16 too and A in two parts, for the backward's walk over states. Needs 16-bit factors.
     """
 
     key_block: int
@@ -53,11 +54,18 @@ class Config:
     combine: Options
     segment: int
     combine_block: int
+    fine: bool = False
 
     @property
     def precision(self) -> str:
         """Triton's ``input_precision`` for products whose operands are fp32."""
         return "tf32x3" if self.factor == torch.float32 else "tf32"
+
+
+@cache
+def refined(config: Config) -> Config:
+    """``config`` with fine factors."""
+    return replace(config, fine=True)
 
 
 def anchor(lower_bound: float) -> int:

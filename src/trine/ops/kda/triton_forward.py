@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trine.ops._errors import check_errors, error_words
-from trine.ops.kda.triton_config import MAX_CHANNELS, MAX_DECAY, choose
+from trine.ops.kda.triton_config import MAX_CHANNELS, MAX_DECAY, choose, refined
 from trine.ops.kda.triton_prepare import Factors, make_problem, prepare
 from trine.ops.kda.triton_replay import Memory
 from trine.ops.kda.triton_scan import scan
@@ -64,15 +64,16 @@ def forward(
     cu_seqlens: Tensor | None = None,
     plan: str = "auto",
     keep: bool = False,
+    fine: bool = False,
 ) -> tuple[Tensor, Tensor | None, Factors | None]:
     """Chunked KDA with the bounded gate (K3 report, arXiv 2607.24653, Eq. 1-5), no autograd.
 
     Shapes as in ``trine.ops.kda.kda``: q, k ``[B,T,H,K]``, v ``[B,T,HV,V]``, gate ``[B,T,HV,K]``, beta ``[B,T,HV]``,
     states ``[N,HV,K,V]`` fp32, one sequence a batch row or ``cu_seqlens [N+1]`` with B = 1. Returns the output in v's
     dtype, the final states in fp32 if asked for, and with ``keep`` what the first kernel made of every tile, which a
-    backward pass may use. Arguments are taken as checked; values of ``cu_seqlens`` on the GPU are tested there
-    (``trine.check_errors`` reads the result; at once with ``TRINE_CHECK=1`` in the environment, except while a CUDA
-    graph is captured). The second call of a kind replays the first one's launches (``triton_replay``).
+    backward pass may use (``fine``: with second parts, see ``Factors``). Arguments are taken as checked; values of
+    ``cu_seqlens`` on the GPU are tested there (``trine.check_errors`` reads the result; at once with ``TRINE_CHECK=1``
+    in the environment, except while a CUDA graph is captured). The second call of a kind replays the first one's launches (``triton_replay``).
     """
     device = q.device
     error = None if cu_seqlens is None else error_words(device)
@@ -80,6 +81,8 @@ def forward(
     def plain() -> tuple[Tensor, Tensor | None, Factors | None]:
         heads, key_width = v.shape[2], q.shape[3]
         config = choose(heads, key_width, v.shape[3], q.dtype, v.dtype, qk_norm, plan)
+        if fine:
+            config = refined(config)
         problem = make_problem(
             *(q, k, v, gate, beta),
             a_log=A_log,
@@ -103,7 +106,7 @@ def forward(
             found = plain()
     else:
         found, replayed = MEMORY.call(
-            (lower_bound, qk_norm, beta_is_logit, beta_max, scale, output_final_state, plan, keep),
+            (lower_bound, qk_norm, beta_is_logit, beta_max, scale, output_final_state, plan, keep, fine),
             (q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens, error),
             plain,
             _flat,

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trine.ops.kda.triton_backward_autograd import Settings, backward_from, config_of, factors_fit, forward_keeping
+from trine.ops.kda.triton_backward_autograd import (
+    Settings,
+    backward_from,
+    config_of,
+    factors_fine,
+    factors_fit,
+    forward_keeping,
+)
 from trine.ops.kda.triton_config import CHUNK
 from trine.ops.kda.triton_decode import kda_step_triton
 from trine.ops.kda.triton_prepare import Factors
@@ -80,14 +87,14 @@ def _kda_shapes(*arguments: Any) -> tuple[Tensor, ...]:
     final = v.new_empty(sequences, heads, channels, values, **full) if settings.final else _absent(v)
     if not factors_fit(q, v, settings):
         return out, final, *(_absent(v) for _ in range(4))
-    config = config_of(q, v, settings)
+    config, fine = config_of(q, v, settings), factors_fine(q, v, settings)
     slots = batch * ((tokens + CHUNK - 1) // CHUNK) if cu is None else tokens // CHUNK + sequences
     return (
         out,
         final,
-        v.new_empty(3, slots, heads, CHUNK, config.key_block, dtype=config.factor),
+        v.new_empty(4 if fine else 3, slots, heads, CHUNK, config.key_block, dtype=config.factor),
         v.new_empty(slots, heads, CHUNK, CHUNK, dtype=config.factor),
-        v.new_empty(slots, heads, CHUNK, CHUNK, dtype=config.value),
+        v.new_empty(2 if fine else 1, slots, heads, CHUNK, CHUNK, dtype=config.value),
         v.new_empty(slots, heads, config.key_block, **full),
     )
 

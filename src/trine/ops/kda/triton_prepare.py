@@ -12,6 +12,7 @@ first row and c half the span a tile can reach (an integer, so that scaling by 2
 
 Stored a tile: -W, Q+, K- ``[32, K]``, P and A diag(beta) ``[32, 32]``, the decay 2^G_last ``[K]``. The anchor c is a
 constant, so nothing of a row depends on a later row; masked products are selected away, never multiplied by zero.
+FINE adds what a walk over states must not have in bf16 alone: K- once more in fp16, and what is left of A diag(beta).
 """
 
 from __future__ import annotations
@@ -182,6 +183,7 @@ def prepare_kernel(
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
     SQUARE: tl.constexpr,
+    FINE: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """One 32-token tile of one value head; see the module's docstring. Grid: slots x heads, heads fastest.
@@ -201,7 +203,7 @@ def prepare_kernel(
     plane = slots.to(tl.int64) * heads * (C * BK)
     w_tile = factors_ptr + tile * (C * BK)
     q_tile = w_tile + plane
-    k_tile = q_tile + plane
+    k_tile = q_tile + plane + (tile * (C * BK) if FINE else 0)
     batch = batch.to(tl.int64)
     first64 = first.to(tl.int64)
     h = hv // group
@@ -278,7 +280,10 @@ def prepare_kernel(
             kx = kx * k_norm
         k_up = kx * up
         k_down = kx * down
-        tl.store(k_tile + place, (k_down * leave[:, None, :]).to(FACTOR))
+        k_minus = k_down * leave[:, None, :]
+        tl.store(k_tile + place, k_minus.to(FACTOR))
+        if FINE:
+            tl.store(k_tile + C * BK + place, k_minus.to(tl.float16).to(FACTOR, bitcast=True))
         tl.store(
             decay_ptr + tile * BK + (p * PART + channel[None, :] + line * 0),
             leave * back,
@@ -301,6 +306,9 @@ def prepare_kernel(
     tl.store(p_ptr + tile * (C * C) + rr * C + cc, tl.where(rr >= cc, scores, 0.0).to(FACTOR))
     solved = inverse * beta[None, :]
     tl.store(a_ptr + tile * (C * C) + rr * C + cc, solved.to(VALUE))
+    if FINE:
+        rest = solved - solved.to(VALUE).to(tl.float32)
+        tl.store(a_ptr + (slots.to(tl.int64) * heads + tile) * (C * C) + rr * C + cc, rest.to(VALUE))
     minus = (-solved).to(FACTOR)
     for p in tl.static_range(BK // PART):
         w = tl.dot(minus, written[p], input_precision=PRECISION)
@@ -350,14 +358,28 @@ class Problem:
 class Factors:
     """What the scan needs of every tile (slot-major, then heads): see the module's docstring.
 
-    ``wqk`` is ``[3, slots, heads, 32, BK]`` with -W, Q+ and K-; ``p`` and ``a`` are ``[slots, heads, 32, 32]``;
-    ``decay`` is ``[slots, heads, BK]`` in fp32. Tiles that no sequence uses hold garbage.
+    ``wqk`` is ``[3, slots, heads, 32, BK]`` with -W, Q+ and K-; ``p`` is ``[slots, heads, 32, 32]`` and ``a``
+    ``[1, slots, heads, 32, 32]``; ``decay`` is ``[slots, heads, BK]`` in fp32. Fine ones have a plane more of both:
+    ``a[1]`` is what rounding left of ``a[0]``, and ``wqk[2:]`` is in memory ``[slots, heads, 2, 32, BK]``, a tile's K-
+    and then its K- in fp16 (a known offset costs no register). Tiles that no sequence uses hold garbage.
     """
 
     wqk: Tensor
     p: Tensor
     a: Tensor
     decay: Tensor
+
+    @property
+    def fine(self) -> bool:
+        """Whether the second K- and the rest of A are there."""
+        return self.a.shape[0] == 2
+
+    def keys(self) -> tuple[Tensor, Tensor | None]:
+        """K-, and K- in fp16 if it is there: ``[slots, heads, 32, BK]``, apart by twice a tile where both are."""
+        if not self.fine:
+            return self.wqk[2], None
+        both = self.wqk[2:].view(*self.wqk.shape[1:3], 2, *self.wqk.shape[3:])
+        return both[:, :, 0], both.view(torch.float16)[:, :, 1]
 
 
 def even_rows(tensor: Tensor) -> Tensor:
@@ -505,6 +527,7 @@ def prepare_variant(
         index_dtype is not None,
         config.precision,
         CHUNK * CHUNK * config.factor.itemsize // 4,
+        config.fine,
         not PREPARE.interpreted,
     )
     return Variant(types, constants, config.prepare)
@@ -547,18 +570,18 @@ def single_warp_variant(
     constants = (
         *(key_width, config.key_block),
         *(TRITON_TYPES[config.factor], TRITON_TYPES[config.value], TRITON_TYPES[config.tile]),
-        *(align, norm, logit, has_a, has_bias, index_dtype is not None),
+        *(align, norm, logit, has_a, has_bias, index_dtype is not None, config.fine),
     )
     return Variant(types, constants, Options(num_warps=1))
 
 
 def prepare(problem: Problem) -> Factors:
-    """Launch the first kernel. Allocates 6 K + 128 bytes a token and head in 16-bit factors."""
+    """Launch the first kernel. Allocates 6 K + 128 bytes a token and head in 16-bit factors, 8 K + 192 in fine ones."""
     config, device = problem.config, problem.q.device
     slots, heads, key_block = problem.slots, problem.heads, config.key_block
-    wqk = new((3, slots, heads, CHUNK, key_block), config.factor, device)
+    wqk = new((4 if config.fine else 3, slots, heads, CHUNK, key_block), config.factor, device)
     p = new((slots, heads, CHUNK, CHUNK), config.factor, device)
-    a = new((slots, heads, CHUNK, CHUNK), config.value, device)
+    a = new((2 if config.fine else 1, slots, heads, CHUNK, CHUNK), config.value, device)
     decay = new((slots, heads, key_block), torch.float32, device)
     align, shift = problem.align, float(anchor(problem.bound))
     q, k, gate, beta = problem.q, problem.k, problem.gate, problem.beta

@@ -107,6 +107,7 @@ def scan_kernel(
     OUTPUT: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
+    FINE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Walk one sequence, or one segment of it, for BV value channels of one head.
@@ -189,7 +190,7 @@ def scan_kernel(
         tile = tile0 + i * heads
         w_tile = wqk_ptr + tile * (C * BK)
         w = tl.load(w_tile + keys)
-        k_minus = tl.load(w_tile + 2 * plane + keys)
+        k_minus = tl.load(w_tile + 2 * plane + (tile * (C * BK) if FINE else 0) + keys)
         a = tl.load(a_ptr + tile * (C * C) + square)
         seen = (rows[:, None] < stop - first - i * C) & real[None, :]
         v = tl.load(v_row + (i * C + rows[:, None]) * v_stride_t * ALIGN + value[None, :], mask=seen, other=0.0)
@@ -330,6 +331,7 @@ def scan_variant(
         output,
         has_initial,
         has_final,
+        config.fine,
         config.precision,
     )
     return Variant(types, constants, config.scan if output else config.transition)
