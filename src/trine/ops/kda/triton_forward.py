@@ -73,7 +73,8 @@ def forward(
     dtype, the final states in fp32 if asked for, and with ``keep`` what the first kernel made of every tile, which a
     backward pass may use (``fine``: with second parts, see ``Factors``). Arguments are taken as checked; values of
     ``cu_seqlens`` on the GPU are tested there (``trine.check_errors`` reads the result; at once with ``TRINE_CHECK=1``
-    in the environment, except while a CUDA graph is captured). The second call of a kind replays the first one's launches (``triton_replay``).
+    in the environment, except while a CUDA graph is captured). The second call of a kind replays the first one's
+    launches (``triton_replay``).
     """
     device = q.device
     error = None if cu_seqlens is None else error_words(device)
