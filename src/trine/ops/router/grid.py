@@ -212,11 +212,11 @@ class Grid:
 def find_quantile(counts_LEB: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where the k/E quantile lies: the first bin whose cumulative count reaches q = m k / E, and the share of it.
 
-    Integers decide the bin (cumulative E >= m k in int64), so that no rounding of q can. Bins are summed in blocks
+    Integers decide the bin (cumulative E >= m k), so that no rounding of q can. Bins are summed in blocks
     first: one pass over the counts, then one block of each expert.
 
     Args:
-        counts_LEB: ``[L, E, bins]`` contiguous integer counts; each expert's sum to the layer's number of tokens m.
+        counts_LEB: ``[L, E, bins]`` contiguous int32 (or int64) counts; an expert's sum to the layer's tokens m.
         k: experts per token, < E.
 
     Returns:
@@ -224,17 +224,25 @@ def find_quantile(counts_LEB: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     layers, experts, bins = counts_LEB.shape
     block = max(d for d in range(1, math.isqrt(bins) + 1) if bins % d == 0)
-    counts_LENB = counts_LEB.view(layers, experts, bins // block, block)
-    sums_LEN = counts_LENB.sum(3, dtype=torch.int64)
-    below_LEN = sums_LEN.cumsum(2)
-    tokens_L = below_LEN[:, 0, -1]
-    wanted_L11 = (tokens_L * k)[:, None, None]
-    block_LE1 = (below_LEN * experts < wanted_L11).sum(2, keepdim=True).clamp_(max=bins // block - 1)
-    before_LE1 = below_LEN.gather(2, block_LE1) - sums_LEN.gather(2, block_LE1)
-    inner_LEB = counts_LENB.gather(2, block_LE1[..., None].expand(-1, -1, -1, block)).squeeze(2).long()
-    within_LEB = inner_LEB.cumsum(2) + before_LE1
-    bin_LE1 = (within_LEB * experts < wanted_L11).sum(2, keepdim=True).clamp_(max=block - 1)
-    inside_LE = inner_LEB.gather(2, bin_LE1).squeeze(2)
-    before_LE = within_LEB.gather(2, bin_LE1).squeeze(2) - inside_LE
-    part_LE = (wanted_L11[..., 0].double() / experts - before_LE) / inside_LE.clamp(min=1)
-    return (block_LE1 * block + bin_LE1).squeeze(2), part_LE.clamp_(0.0, 1.0), tokens_L
+    blocks, rows = bins // block, layers * experts
+    counts_NB = counts_LEB.reshape(rows * blocks, block)
+    # an expert's counts are at most 2^31 - 1 in all; sums in the counts' own type are twelve times as fast
+    sums_RN = counts_NB.sum(1, dtype=counts_LEB.dtype).view(rows, blocks)
+    below_RN = sums_RN.cumsum(1, dtype=counts_LEB.dtype)
+    tokens_L = below_RN.view(layers, experts, blocks)[:, 0, -1].long()
+    wanted_L = tokens_L * k
+    least_L = (wanted_L + experts - 1) // experts  # cumulative E >= m k: cumulative >= this
+    least_R1 = least_L.to(counts_LEB.dtype).repeat_interleave(experts, output_size=rows)[:, None]
+    row_R = torch.arange(rows, device=counts_LEB.device)
+    block_R = torch.searchsorted(below_RN, least_R1).squeeze(1).clamp_(max=blocks - 1)
+    place_R = row_R * blocks + block_R
+    before_R = below_RN.view(-1).index_select(0, place_R) - sums_RN.view(-1).index_select(0, place_R)
+    inner_RB = counts_NB.index_select(0, place_R)
+    within_RB = inner_RB.cumsum(1, dtype=counts_LEB.dtype).add_(before_R[:, None])
+    bin_R = torch.searchsorted(within_RB, least_R1).squeeze(1).clamp_(max=block - 1)
+    place_R = row_R * block + bin_R
+    inside_R = inner_RB.view(-1).index_select(0, place_R)
+    before_R = within_RB.view(-1).index_select(0, place_R) - inside_R
+    inside_LE, before_LE = inside_R.view(layers, experts), before_R.view(layers, experts)
+    part_LE = (wanted_L[:, None].double() / experts - before_LE) / inside_LE.clamp(min=1)
+    return (block_R * block + bin_R).view(layers, experts), part_LE.clamp_(0.0, 1.0), tokens_L
