@@ -81,11 +81,13 @@ class Watch(Callback):
         self.stop = stop
         self.bias: dict[int, torch.Tensor] = {}
         self.status: Any = None
+        self.balancer: Any = None
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
         assert trainer.router_stats is not None
         self.bias[record.step] = trainer.router_stats.bias_LE.clone()
-        self.status = trainer.balancer.status()  # type: ignore[union-attr]
+        self.balancer = trainer.balancer
+        self.status = self.balancer.status()
         if record.step == self.stop:
             signal.raise_signal(signal.SIGTERM)
 
@@ -93,6 +95,7 @@ class Watch(Callback):
 def test_a_run_with_a_service_lags_a_step_and_resumes_to_the_bit(config: TrainConfig) -> None:
     straight, first, second = Watch(), Watch(stop=5), Watch()
     train(config, callbacks=[straight])
+    assert not straight.balancer._courier._thread.is_alive(), "nothing runs on when the run is over"
     status = straight.status
     assert (status.mode, status.steps, status.lag, status.fallbacks) == ("thread", STEPS, 1, 0)
     assert not straight.bias[1].any() and straight.bias[2].any()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trine.balance.metrics import sign_flip_rate as sign_flip_rate
     from trine.balance.metrics import silence as silence
     from trine.balance.policies import BalancePolicy as BalancePolicy
+    from trine.balance.policies import close_policy as close_policy
     from trine.balance.policies import install_policy as install_policy
     from trine.balance.policies import make_policy as make_policy
     from trine.balance.quantile_balancing import QuantileBalancing as QuantileBalancing
@@ -121,6 +122,7 @@ _HOME = {
     "sign_flip_rate": "metrics",
     "silence": "metrics",
     "BalancePolicy": "policies",
+    "close_policy": "policies",
     "install_policy": "policies",
     "make_policy": "policies",
     "QuantileBalancing": "quantile_balancing",

@@ -87,6 +87,13 @@ def install_policy(model: Model, config: BalanceConfig, group: dist.ProcessGroup
     return policy
 
 
+def close_policy(policy: BalancePolicy) -> None:
+    """End what a policy keeps running beside training: the thread or child process of `AsyncBalancing`."""
+    bare = policy.policy if isinstance(policy, RankChecked) else policy
+    if isinstance(bare, AsyncBalancing):
+        bare.close()
+
+
 def _bare(config: BalanceConfig, k: int, experts: int, group: dist.ProcessGroup | None) -> BalancePolicy:
     if not 1 <= k <= experts:
         raise ValueError(f"k: found {k}, need 1 <= k <= {experts}, the number of experts")

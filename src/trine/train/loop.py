@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trine._log import logger
-from trine.balance import install_policy
+from trine.balance import close_policy, install_policy
 from trine.config import to_dict
 from trine.data import Batch, DataError, Shards, prepare
 from trine.data._files import write_atomically
@@ -101,9 +101,10 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
             batches = stored_batches(plans)
         text = probe_text(shards, lambda: batches(plan.spans[0], 0)[0]) if config.probe_every else None
         model = build_model(config, device)
+        policy = install_policy(model, config.balance)
         trainer = Trainer(
             *(model, plan, batches, config.optimizer),
-            balancer=install_policy(model, config.balance),
+            balancer=policy,
             folder=folder,
             callbacks=[*_callbacks(config, path, console, text, callbacks), *_short_guard(plan, shards)],
             keep=config.keep,
@@ -131,6 +132,8 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
             last = trainer.run()
         except Interrupted as error:
             raise Interrupted(f"{error}; go on with: {resume_command(config, path.name)}") from None
+        finally:
+            close_policy(policy)
         seconds = time.perf_counter() - began
         evaluation, sample = None, None
         if measured:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trine.balance import install_policy
+from trine.balance import close_policy, install_policy
 from trine.data import Shards
 from trine.data.generated import RECALL
 from trine.model import Model
@@ -137,17 +137,21 @@ def _measure(config: TrainConfig, plan: Plan, batches: Batches, threads: int) ->
     """(seconds a step, peak bytes so far) of each stage."""
     device = choose_device(config.device)
     model: Model = build_model(config, device)
+    policy = install_policy(model, config.balance)
     trainer = Trainer(
         *(model, plan, batches, config.optimizer),
-        balancer=install_policy(model, config.balance),
+        balancer=policy,
         workers=threads,
     )
     found: list[tuple[float | None, int | None]] = []
-    for span in plan:
-        some, update = trainer.rehearse(span)
-        together = min(trainer.side_by_side, span.stage.step_tokens // span.stage.micro_tokens)
-        rounds = math.ceil(span.stage.step_tokens / span.stage.micro_tokens / together)
-        found.append((some * rounds + update, _peak(device)))
+    try:
+        for span in plan:
+            some, update = trainer.rehearse(span)
+            together = min(trainer.side_by_side, span.stage.step_tokens // span.stage.micro_tokens)
+            rounds = math.ceil(span.stage.step_tokens / span.stage.micro_tokens / together)
+            found.append((some * rounds + update, _peak(device)))
+    finally:
+        close_policy(policy)
     return found
 
 
