@@ -144,11 +144,7 @@ def page() -> None:
     heads = ("experts", "tokens", *(f"{way}, ms" for way in WAYS), *(f"{w}, error" for w in WAYS[2:]), "chance")
     body = []
     for experts, tokens in sizes:
-        fastest = min(of(experts, tokens, way)["ms"] for way in WAYS)
-        times = []
-        for way in WAYS:
-            ms = of(experts, tokens, way)["ms"]
-            times.append(f"**{ms:.3g}**" if ms == fastest else f"{ms:.3g}")
+        times = [f"{of(experts, tokens, way)['ms']:.3g}" for way in WAYS]
         errors = [f"{100 * of(experts, tokens, way)['error']:.2g} %" for way in WAYS[2:]]
         body.append((str(experts), str(tokens), *times, *errors, f"{100 / math.sqrt(tokens / SHARE):.2g} %"))
 
