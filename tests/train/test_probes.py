@@ -232,7 +232,8 @@ def test_one_token_is_enough(tiny_config: MakeConfig) -> None:
 
 
 def test_the_interval_fits_the_run() -> None:
-    assert [interval(0, 10_000), interval(50, 10), interval(50, 70), interval(50, 481)] == [0, 1, 3, 24]
+    assert [interval(0, 10_000), interval(50, 10), interval(50, 70), interval(50, 481)] == [0, 12, 12, 24]
+    assert [interval(1, 10), interval(5, 481)] == [1, 5]  # as often as was asked for
     assert [interval(50, 5_000), interval(50, 50_000), interval(50, 1_000_000)] == [50, 50, 1000]
 
 
@@ -246,7 +247,7 @@ def test_a_resumed_run_goes_on_with_its_file(tiny_config: MakeConfig, tmp_path: 
         second = small_run(tiny_config(), folder, 6, 2)
         second.resume()
         second.run()
-    assert [line["step"] for line in lines_of(tmp_path / "run")] == list(range(7))  # 6 steps: looked at every one
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [0, 2, 4, 6]
     assert path.read_text().startswith(whole)
 
 

@@ -36,8 +36,10 @@ FILE_NAME = "probes.jsonl"
 FORMAT_VERSION = 1
 TOKENS, LENGTH = 256, 128
 """Of the text that is looked at: tokens in all, and of one sequence at most."""
-LEAST, MOST = 20, 1000
-"""Looks of a whole run: at least (a short one is looked at more often), and at most (a long one less often)."""
+FEW, MOST = 20, 1000
+"""Looks of a whole run: about so many at least (a short one is looked at more often), and at most."""
+CLOSEST = 12
+"""Steps between two looks of a short run: a look at a small model takes up to a tenth of a step."""
 LEVELS = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 """Quantiles of log-decays and of the output gates' openness."""
 MEMORY_LEVELS = (0.1, 0.5, 0.9)
@@ -87,7 +89,7 @@ def interval(every: int, steps: int) -> int:
     """Steps from one look to the next: ``every``, less in a short run, more in a very long one; 0 is off."""
     if every <= 0:
         return 0
-    return max(min(every, max(1, steps // LEAST)), -(-steps // MOST))
+    return max(min(every, max(CLOSEST, steps // FEW)), -(-steps // MOST))
 
 
 class Probes(Callback):
