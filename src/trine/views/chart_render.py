@@ -100,12 +100,15 @@ def _draw(figure: Figure, axes: Axes, chart: Chart) -> None:
 
 
 def _axis(axes: Axes, name: Literal["x", "y"], axis: Axis) -> None:
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     at: Any = axes.xaxis if name == "x" else axes.yaxis
     at.set_label_text(axis.title)
     if axis.log:
         (axes.set_xscale if name == "x" else axes.set_yscale)("log")
+        # The default writes powers as formulas, which this figure does not read.
+        at.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        at.set_minor_formatter(FuncFormatter(lambda value, _: _between_decades(value, *at.get_view_interval())))
     elif axis.whole:
         at.set_major_locator(MaxNLocator(integer=True))
     if axis.ticks:
@@ -113,6 +116,11 @@ def _axis(axes: Axes, name: Literal["x", "y"], axis: Axis) -> None:
     (axes.set_xlim if name == "x" else axes.set_ylim)(axis.low, axis.high)
     if axis.down and not at.get_inverted():
         at.set_inverted(True)
+
+
+def _between_decades(value: float, low: float, high: float) -> str:
+    """The word at a tick between two powers of ten: only where few powers are in sight, and then at 2, 3 and 5."""
+    return f"{value:g}" if max(low, high) < 20 * min(low, high) and f"{value:e}"[0] in "235" else ""
 
 
 def _heatmap(figure: Figure, axes: Axes, heatmap: Heatmap, down: bool) -> None:

@@ -106,12 +106,12 @@ class Probe:
             raise ValueError("step: found none")
         lacks: list[str] = []
 
-        def part(name: str, read: Callable[[Any], T], none: T) -> T:
+        def part(name: str, read: Callable[[Any], T], none: Any) -> T:
             try:
                 return read(record[name])
             except (KeyError, TypeError, ValueError, OverflowError, RecursionError, AttributeError):
                 lacks.append(name)
-                return none
+                return none  # type: ignore[no-any-return]
 
         levels = part("levels", _levels, ())
         memory_levels = part("memory_levels", _levels, ())

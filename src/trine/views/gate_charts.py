@@ -1,0 +1,309 @@
+"""The Gates page: where log-decays live against their bound, how far memory reaches, how open the output gates are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trine.views.chart import Axis, Band, Chart, Heatmap, Line, Mark, nothing
+from trine.views.probe_view import Gate, Probe
+from trine.views.run_series import (
+    STEPS,
+    Array,
+    mean,
+    no_probes,
+    over_layers,
+    probe_at,
+    probe_note,
+    stage_marks,
+    step_marks,
+    thin_ticks,
+)
+from trine.views.run_view import RunView
+
+TITLES = {
+    "gates-decay": "Log-decay by layer and head",
+    "gates-histogram": "Log-decays of each layer",
+    "gates-memory": "Memory length by layer and head",
+    "gates-memory-steps": "Memory length over steps",
+    "gates-bound": "Share of gates at a bound",
+    "gates-bound-steps": "Share of gates at a bound, over steps",
+    "gates-openness": "Openness of the output gates by layer and head",
+    "gates-openness-steps": "Openness of the output gates over steps",
+}
+_HEADS = Axis("layer, its heads side by side")
+
+
+def charts(run: RunView, step: int | None = None) -> list[Chart]:
+    """All figures of the page.
+
+    Args:
+        run: the run.
+        step: what was seen last at or before it; None takes the newest.
+    """
+    probes = run.probes()
+    now = probe_at(probes, step)
+    if now is None:
+        why = no_probes(run)
+        return [nothing(key, title, why) for key, title in TITLES.items()]
+    return [
+        decays(now),
+        histogram(now),
+        memory(now),
+        memory_over_steps(probes, run, step),
+        at_bound(now),
+        at_bound_over_steps(probes, run, step),
+        openness(now),
+        openness_over_steps(probes, run, step),
+    ]
+
+
+def decays(probe: Probe) -> Chart:
+    """Quantiles of -g over tokens and channels, head by head, and the bound they cannot pass.
+
+    g is the log-decay a token, in (g_min, 0) for bounded gates (K3 report, arXiv 2607.24653, Eq. 5).
+    """
+    key = "gates-decay"
+    if not probe.gates:
+        return nothing(key, TITLES[key], _no_gates(probe))
+    sizes_QH = -np.concatenate([gate.g_HQ for gate in probe.gates]).T.astype(np.float64)
+    x, marks, axis = _heads([(gate.layer, len(gate.g_HQ)) for gate in probe.gates])
+    bounds = sorted({gate.g_min for gate in probe.gates if gate.g_min is not None})
+    marks += [Mark(-bound, f"g_min = {bound:g}", "y", "red") for bound in bounds]
+    bands, lines = _fan(x, sizes_QH, probe.levels)
+    return Chart(
+        key,
+        TITLES[key],
+        x=axis,
+        y=Axis("-g", "nats a token", log=True),
+        bands=bands,
+        lines=lines,
+        marks=marks,
+        notes=[probe_note(probe), "A state keeps exp(g) of itself at each token: small -g remembers, large forgets."],
+        wide=len(x) > 200,
+    )
+
+
+def histogram(probe: Probe) -> Chart:
+    """Share of a layer's gates in each bin of log10(-g); all heads and channels."""
+    key = "gates-histogram"
+    if not probe.gates:
+        return nothing(key, TITLES[key], _no_gates(probe))
+    rows_LB = np.stack([100 * gate.histogram_B for gate in probe.gates])
+    edges = probe.bins.astype(np.float64)
+    each = (len(edges) - 1) / (edges[-1] - edges[0])
+    decades = range(round(edges[0]), round(edges[-1]) + 1)
+    ticks = tuple(((one - edges[0]) * each - 0.5, f"{10.0**one:g}") for one in decades)
+    bounds = sorted({gate.g_min for gate in probe.gates if gate.g_min is not None})
+    known = rows_LB[np.isfinite(rows_LB)]
+    return Chart(
+        key,
+        TITLES[key],
+        x=Axis("-g", "nats a token", ticks=ticks),
+        y=Axis("KDA layer", ticks=thin_ticks([str(gate.layer) for gate in probe.gates]), down=True),
+        heatmap=Heatmap(rows_LB, "share of the gates", 0.0, max(1.0, float(known.max(initial=0.0))), unit="%"),
+        marks=[Mark((np.log10(-b) - edges[0]) * each - 0.5, f"g_min = {b:g}", colour="red") for b in bounds],
+        notes=[probe_note(probe), "The outermost bins also hold what lies beyond them."],
+        height=min(1.8, 0.7 + len(rows_LB) / 40),
+    )
+
+
+def memory(probe: Probe) -> Chart:
+    """Tokens after which a channel's state has faded to 1/e, 1 / mean |g|: spread over the channels of each head."""
+    key = "gates-memory"
+    if not probe.gates:
+        return nothing(key, TITLES[key], _no_gates(probe))
+    spread_MH = np.concatenate([gate.memory_HM for gate in probe.gates]).T.astype(np.float64)
+    x, marks, axis = _heads([(gate.layer, len(gate.g_HQ)) for gate in probe.gates])
+    if probe.length:
+        marks.append(Mark(probe.length, f"longest text looked at: {probe.length:,} tokens", "y"))
+    bands, lines = _fan(x, spread_MH, probe.memory_levels, "channels")
+    return Chart(
+        key,
+        TITLES[key],
+        x=axis,
+        y=Axis("memory", "tokens", log=True),
+        bands=bands,
+        lines=lines,
+        marks=marks,
+        notes=[probe_note(probe), "After so many tokens a channel's state has faded to 1/e."],
+        wide=len(x) > 200,
+    )
+
+
+def memory_over_steps(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
+    """Median memory of each layer's heads over steps."""
+    key = "gates-memory-steps"
+
+    def middle(gate: Gate) -> float:
+        return mean(gate.memory_HM[:, gate.memory_HM.shape[1] // 2])
+
+    x, layers, values_LS = _by_layer(probes, lambda probe: probe.gates, middle)
+    if not layers:
+        return nothing(key, TITLES[key], _no_gates(probes[-1]))
+    lines, bands = over_layers(x, layers, values_LS, "median of the layers")
+    return Chart(
+        key,
+        TITLES[key],
+        x=STEPS,
+        y=Axis("median memory, mean of the heads", "tokens", log=True),
+        lines=lines,
+        bands=bands,
+        marks=[*stage_marks(run), *step_marks(step)],
+    )
+
+
+def at_bound(probe: Probe) -> Chart:
+    """Share of gates beyond 99.5 % of g_min, and as near to 0, head by head: there a gate hardly learns any more."""
+    key = "gates-bound"
+    bounded = [gate for gate in probe.gates if gate.at_g_min_H is not None and gate.at_zero_H is not None]
+    if not bounded:
+        return nothing(key, TITLES[key], _no_gates(probe) if not probe.gates else "These gates have no bound.")
+    x, marks, axis = _heads([(gate.layer, len(gate.g_HQ)) for gate in bounded])
+    low, high = (np.concatenate(rows) for rows in zip(*((g.at_g_min_H, g.at_zero_H) for g in bounded), strict=True))  # type: ignore[misc]
+    return Chart(
+        key,
+        TITLES[key],
+        x=axis,
+        y=Axis("share of the gates", "%", low=0),
+        lines=[
+            Line("at g_min: forgets all it can", x, 100 * low, "red"),
+            Line("at 0: forgets nothing", x, 100 * high, "blue", "dash"),
+        ],
+        marks=marks,
+        notes=[
+            probe_note(probe),
+            "At a bound: within 0.5 % of the gate's range, where its slope is under 2 % of the steepest.",
+        ],
+        wide=len(x) > 200,
+    )
+
+
+def at_bound_over_steps(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
+    """The same shares over steps: mean of all heads, and the head that has most."""
+    key = "gates-bound-steps"
+    x = np.array([one.step for one in probes], dtype=np.float64)
+    lines = []
+    for name, words, colour in (("at_g_min_H", "at g_min", "red"), ("at_zero_H", "at 0", "blue")):
+        found = np.full((2, len(probes)), np.nan)
+        for i, probe in enumerate(probes):
+            rows = [row for gate in probe.gates if (row := getattr(gate, name)) is not None]
+            heads = np.concatenate(rows) if rows else np.zeros(0)
+            if np.isfinite(heads).any():
+                found[:, i] = 100 * mean(heads), 100 * float(np.nanmax(heads))
+        if np.isfinite(found).any():
+            lines.append(Line(f"{words}, mean of all heads", x, found[0], colour))  # type: ignore[arg-type]
+            lines.append(Line(f"{words}, the head with most", x, found[1], colour, "dot"))  # type: ignore[arg-type]
+    if not lines:
+        last = probes[-1]
+        return nothing(key, TITLES[key], _no_gates(last) if not last.gates else "These gates have no bound.")
+    return Chart(
+        key,
+        TITLES[key],
+        x=STEPS,
+        y=Axis("share of the gates", "%", low=0),
+        lines=lines,
+        marks=[*stage_marks(run), *step_marks(step)],
+    )
+
+
+def openness(probe: Probe) -> Chart:
+    """Quantiles of the output gates' sigmoids over tokens and channels, head by head."""
+    key = "gates-openness"
+    if not probe.openness:
+        return nothing(key, TITLES[key], _no_output_gates(probe))
+    values_QH = np.concatenate([gate.values_HQ for gate in probe.openness]).T.astype(np.float64)
+    x, marks, axis = _heads([(gate.layer, len(gate.mean_H)) for gate in probe.openness])
+    bands, lines = _fan(x, values_QH, probe.levels)
+    average = np.concatenate([gate.mean_H for gate in probe.openness])
+    return Chart(
+        key,
+        TITLES[key],
+        x=axis,
+        y=Axis("openness", low=0, high=1),
+        bands=bands,
+        lines=[*lines, Line("mean", x, average, "orange", "dash")],
+        marks=marks,
+        notes=[
+            probe_note(probe),
+            "0 is shut: that head's output does not reach the stream; untrained gates are at 0.5.",
+        ],
+        wide=len(x) > 200,
+    )
+
+
+def openness_over_steps(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
+    """Mean openness of each layer over steps."""
+    key = "gates-openness-steps"
+    x, layers, values_LS = _by_layer(probes, lambda probe: probe.openness, lambda gate: mean(gate.mean_H))
+    if not layers:
+        return nothing(key, TITLES[key], _no_output_gates(probes[-1]))
+    lines, bands = over_layers(x, layers, values_LS, "median of the layers")
+    return Chart(
+        key,
+        TITLES[key],
+        x=STEPS,
+        y=Axis("mean openness", low=0, high=1),
+        lines=lines,
+        bands=bands,
+        marks=[*stage_marks(run), *step_marks(step)],
+    )
+
+
+def _heads(layers: Sequence[tuple[int, int]]) -> tuple[Array, list[Mark], Axis]:
+    """A place a head, with a gap between layers where few heads would otherwise run together; an axis that names them.
+
+    Args:
+        layers: number and heads of each.
+    """
+    places: list[Array] = []
+    middles: list[float] = []
+    marks: list[Mark] = []
+    at = 0.0
+    for _, heads in layers:
+        places.append(np.arange(heads, dtype=np.float64) + at)
+        middles.append(at + (heads - 1) / 2)
+        if at and len(layers) <= 16:
+            marks.append(Mark(at - 0.5, dash="dot"))
+        at += heads
+    names = thin_ticks([str(layer) for layer, _ in layers])
+    ticks = tuple((middles[round(place)], name) for place, name in names)
+    return np.concatenate(places), marks, Axis(_HEADS.label, ticks=ticks)
+
+
+def _fan(x: Array, values_QH: Array, levels: Sequence[float], of: str = "gates") -> tuple[list[Band], list[Line]]:
+    """Bands between quantiles that mirror each other, and the median where there is one."""
+    bands: list[Band] = []
+    lines: list[Line] = []
+    for i in range(len(levels) // 2):
+        share = round(100 * (levels[-1 - i] - levels[i]))
+        pale = 0.12 + 0.14 * i
+        bands.append(Band(f"{share} % of the {of}", x, values_QH[i], values_QH[-1 - i], "blue", min(pale, 0.6)))
+    if len(levels) % 2:
+        lines.append(Line("median", x, values_QH[len(levels) // 2], "ink"))
+    return bands, lines
+
+
+def _by_layer(probes: Sequence[Probe], rows: Any, figure: Any) -> tuple[Array, list[int], Array]:
+    """A figure of each layer at each look: steps ``[S]``, layers, ``[L, S]``."""
+    layers = sorted({gate.layer for probe in probes for gate in rows(probe)})
+    place = {layer: i for i, layer in enumerate(layers)}
+    values_LS = np.full((len(layers), len(probes)), np.nan)
+    for s, probe in enumerate(probes):
+        for gate in rows(probe):
+            values_LS[place[gate.layer], s] = figure(gate)
+    return np.array([probe.step for probe in probes], dtype=np.float64), layers, values_LS
+
+
+def _no_gates(probe: Probe) -> str:
+    if "gates" in probe.lacks:
+        return f"The line of step {probe.step:,} in probes.jsonl is damaged: its decay gates cannot be read."
+    return "This model has no layer with decay gates (Kimi Delta Attention)."
+
+
+def _no_output_gates(probe: Probe) -> str:
+    if "openness" in probe.lacks:
+        return f"The line of step {probe.step:,} in probes.jsonl is damaged: its output gates cannot be read."
+    return "This model has no output gates."
