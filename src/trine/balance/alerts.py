@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
-from trine.balance.metrics import sampling_floors
 from trine.balance.record_format import Array, Frame
 
 _MEMORY = 0.9  # share of the old value that the running mean of sign flips keeps
@@ -177,6 +175,11 @@ class Alerts:
 
     def figures(self, frame: Frame, signals: Signals) -> dict[str, Array]:
         """What each rule judges, ``[L]`` fp64; NaN where a step says nothing. Moves the mean of the sign flips on."""
+        # Not above: whoever only wants to know the rules (the dashboard) does without torch.
+        import torch
+
+        from trine.balance.metrics import sampling_floors
+
         figure = {name: frame.summary(name).astype(np.float64) for name in _READ}
         floor_cv_L, floor_L, percentiles = sampling_floors(torch.from_numpy(frame.tokens_L), self.top_k, self.experts)
         spread_L = percentiles.p95.numpy() - 1.0

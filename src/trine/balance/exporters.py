@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -58,13 +58,7 @@ class Prometheus:
     def __init__(self, port: int | None = None, address: str = "127.0.0.1", top: int = 4) -> None:
         if top < 0:
             raise ValueError(f"top: found {top}, need 0 or more")
-        try:
-            client: Any = import_module("prometheus_client")
-        except ImportError as error:
-            raise ValueError(
-                "prometheus: prometheus_client is not installed; in the clone: "
-                ".venv/bin/pip install -e '.[dashboard]', or do without"
-            ) from error
+        client = _client()
         self.registry: Any = client.CollectorRegistry()
         self.top = top
 
@@ -118,6 +112,68 @@ class Prometheus:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+
+
+class Family(NamedTuple):
+    """Values of one name for `exposition`, each with the values of the labels."""
+
+    name: str  # without "trine_"
+    text: str
+    labels: tuple[str, ...]
+    values: Sequence[tuple[tuple[str, ...], float]]
+
+
+def exposition(runs: Mapping[str, tuple[Prometheus | None, Sequence[Family]]]) -> str:
+    """Several runs as one page for Prometheus: every series has the label ``run``.
+
+    Args:
+        runs: by name: the gauges of the run's experts, if there are any, and other values.
+
+    Returns:
+        The page, in Prometheus' text format 0.0.4.
+
+    Raises:
+        ValueError: prometheus_client is not installed.
+    """
+    client = _client()
+    found: dict[str, Any] = {}
+
+    def add(name: str, text: str, run: str, labels: Mapping[str, str], value: float) -> None:
+        if name not in found:
+            found[name] = client.Metric(name, text, "gauge")
+        found[name].add_sample(name, {"run": run, **labels}, value)
+
+    for run, (experts, families) in runs.items():
+        for metric in experts.registry.collect() if experts is not None else ():
+            for sample in metric.samples:
+                add(metric.name, metric.documentation, run, sample.labels, sample.value)
+        for family in families:
+            for values, value in family.values:
+                labels = dict(zip(family.labels, values, strict=True))
+                add(f"trine_{family.name}", family.text, run, labels, value)
+    registry = client.CollectorRegistry()
+    registry.register(_Collected(list(found.values())))
+    return str(client.generate_latest(registry).decode())
+
+
+class _Collected:
+    """Metrics as they are, for a registry."""
+
+    def __init__(self, metrics: Sequence[Any]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Sequence[Any]:
+        return self._metrics
+
+
+def _client() -> Any:
+    try:
+        return import_module("prometheus_client")
+    except ImportError as error:
+        raise ValueError(
+            "prometheus: prometheus_client is not installed; in the clone: "
+            ".venv/bin/pip install -e '.[dashboard]', or do without"
+        ) from error
 
 
 class JsonLines:
