@@ -13,7 +13,9 @@ from trine.model import info
 from trine.train.errors import no_run
 from trine.train.stored import program
 from trine.views import figures
+from trine.views.chart import Chart
 from trine.views.report_eval import evaluation_figures, evaluation_sections
+from trine.views.report_inside import inside_charts, inside_figures, inside_section
 from trine.views.tables import (
     EVALUATION_HEADINGS,
     MODEL_HEADINGS,
@@ -57,7 +59,8 @@ def write_report(run: str | Path) -> Path:
     sample = folder / "sample.txt"
     facts = info(from_dict(record["model"]))
     events = read_lines(folder / "events.jsonl")
-    plots = _draw(folder, record, metrics, evaluation, facts)
+    inside = inside_charts(folder)
+    plots = _draw(folder, record, metrics, evaluation, facts, inside)
     sections = [
         f"# {folder.name}",
         summary_line(record, metrics, facts),
@@ -67,6 +70,7 @@ def write_report(run: str | Path) -> Path:
         _writing(sample.read_text(encoding="utf-8") if sample.exists() else None),
         _balance(metrics, record["model"], plots["load"]),
         _training(metrics, plots),
+        inside_section(inside, plots),
         f"## Model\n\n{markdown(MODEL_HEADINGS, model_rows(facts))}\n\n{memory_line(facts)}",
         _plan(record),
         _machine(record),
@@ -144,7 +148,12 @@ def duration(seconds: float) -> str:
 
 
 def _draw(
-    folder: Path, record: Record, metrics: Sequence[Record], evaluation: Record | None, facts: Record
+    folder: Path,
+    record: Record,
+    metrics: Sequence[Record],
+    evaluation: Record | None,
+    facts: Record,
+    inside: list[Chart],
 ) -> dict[str, str]:
     """All plots of the report; returns their paths relative to it."""
     experts, top_k = record["model"]["experts"], record["model"]["top_k"]
@@ -156,7 +165,7 @@ def _draw(
         "optimizer": figures.optimizer(metrics),
     }
     stages = [span["stage"]["length"] for span in record["plan"]]
-    drawn |= evaluation_figures(evaluation or {}, stages)
+    drawn |= evaluation_figures(evaluation or {}, stages) | inside_figures(inside)
     (folder / "plots").mkdir(exist_ok=True)
     for name, figure in drawn.items():
         figures.save(figure, folder / "plots" / f"{name}.png")
