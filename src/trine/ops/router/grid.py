@@ -194,7 +194,7 @@ class Grid:
         low_LQ = (anchor_LE.amin(1, keepdim=True) - reach_L1).expand_as(wanted_LQ)
         size_LQ = (anchor_LE.amax(1, keepdim=True) + reach_L1).expand_as(wanted_LQ) - low_LQ
         cuts_C = torch.arange(1, 16, dtype=torch.float64, device=counts_LEB.device) / 16
-        for _ in range(9):  # each round a sixteenth of the last: 2^36, a range has 2^32 epsilons and some
+        for _ in range(6):  # each round a sixteenth of the last: to 2^-24 of the range
             tried_LN = (low_LQ[..., None] + cuts_C * size_LQ[..., None]).flatten(1)
             place_LEN = self._place((tried_LN[:, None] - anchor_LE[..., None]) / width_L1[..., None])
             place_LEN = place_LEN.clamp_(1.0, self.bins - 1.0)
