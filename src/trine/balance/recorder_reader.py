@@ -253,13 +253,24 @@ class RecorderReader:
                 return self._frame(rows[0])
         raise RecordError(f"{self.path}: has no step {step}")
 
-    def summaries(self, first: int = 1, last: int | None = None, most: int | None = None) -> tuple[list[Point], Array]:
+    def summaries(
+        self,
+        first: int = 1,
+        last: int | None = None,
+        most: int | None = None,
+        *,
+        chosen: Sequence[Point] | None = None,
+    ) -> tuple[list[Point], Array]:
         """Figures of every layer over the steps, without unpacking the experts.
+
+        Args:
+            first, last, most: see `points`.
+            chosen: read these points instead.
 
         Returns:
             Points, and ``[P, 3, L, M]`` fp32: mean, least and largest of each `SUMMARY` column.
         """
-        wanted = set(self.points(first, last, most))
+        wanted = set(self.points(first, last, most) if chosen is None else chosen)
         found: list[tuple[Point, Array]] = []
         for row in self._some("summary", wanted):
             try:
@@ -273,7 +284,14 @@ class RecorderReader:
         return [point for point, _ in found], np.stack([one for _, one in found]) if found else empty
 
     def series(
-        self, layer: int, expert: int | None = None, *, first: int = 1, last: int | None = None, most: int = 2000
+        self,
+        layer: int,
+        expert: int | None = None,
+        *,
+        first: int = 1,
+        last: int | None = None,
+        most: int = 2000,
+        chosen: Sequence[Point] | None = None,
     ) -> Series:
         """Load and bias of an expert, or of all experts of a layer, over the steps.
 
@@ -281,6 +299,7 @@ class RecorderReader:
             layer: MoE layer, from 0.
             expert: None takes all.
             first, last, most: see `points`.
+            chosen: read these points instead.
 
         Raises:
             ValueError: no such layer or expert.
@@ -289,7 +308,7 @@ class RecorderReader:
         if not 0 <= layer < self.layers or not (expert is None or 0 <= expert < self.experts):
             found, sizes = f"{layer}, {expert}", f"{self.layers} layers of {self.experts} experts"
             raise ValueError(f"layer, expert: found {found}, need those of {sizes}")
-        wanted = set(self.points(first, last, most))
+        wanted = set(self.points(first, last, most) if chosen is None else chosen)
         at: Any = slice(None) if expert is None else expert
         found_rows: list[tuple[Point, Array, Array, Array, Array]] = []
         for row in self._some("arrays", wanted):

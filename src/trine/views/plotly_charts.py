@@ -74,6 +74,7 @@ def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
     layout["xaxis"], layout["yaxis"] = _axis(chart.x, ink, grid), _axis(chart.y, ink, grid)
     if chart.heatmap is not None:
         layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
+        layout["yaxis"]["scaleanchor"] = False  # else an image's pixels are squares
     layout["shapes"], layout["annotations"] = [], []
     for mark in chart.marks:
         _mark(layout, mark, chart.x if mark.axis == "x" else chart.y, colours)
@@ -168,7 +169,6 @@ def _heatmap(heatmap: Heatmap, chart: Chart, dark: bool) -> list[dict[str, Any]]
         trace |= {"text": [[f"{one:.4g}" if math.isfinite(one) else "none" for one in row] for row in values.tolist()]}
         trace |= {"x0": heatmap.x0, "dx": 1, "y0": heatmap.y0, "dy": 1, "colorscale": scale, "colorbar": bar}
         return [trace | {"hovertemplate": f"{where}: %{{text}}<extra></extra>", "hoverongaps": False}]
-    # An image's pixels are squares to Plotly unless both axes are let go of their ratio, which a page's figure needs.
     image = {"type": "image", "source": data_uri(heatmap, dark), "x0": heatmap.x0, "dx": 1, "y0": heatmap.y0, "dy": 1}
     image |= {"hovertemplate": f"{where}<extra></extra>", "zsmooth": False}
     marker = {"color": [0, 1], "cmin": 0, "cmax": 1, "colorscale": scale, "showscale": True, "colorbar": bar}

@@ -1,0 +1,476 @@
+"""Figures of the load of experts, one function each, from what the recorder holds. Without torch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from trine.balance.record_format import MARGIN_LEVELS, Array, Frame
+from trine.views.balance_data import BalanceData, History
+from trine.views.chart import Axis, Band, Bars, Chart, Colour, Heatmap, Line, Mark, nothing
+
+What = Literal["load", "bias", "saturation"]
+Order = Literal["number", "value"]
+WHATS: tuple[What, ...] = ("load", "bias", "saturation")
+ORDERS: tuple[Order, ...] = ("number", "value")
+STEP_KEYS = ("heat", "layer", "required", "ranks")
+"""Figures that show one step."""
+TIME_KEYS = ("percentiles", "max-vio", "dead", "bias")
+"""Figures over steps."""
+
+_REACHES = (1.25, 2.0, 4.0)
+"""How many times the mean load the ends of the colours may stand for; few, so that pictures mostly compare."""
+_PROBITS = {"p1": -2.326348, "p5": -1.644854, "p50": 0.0, "p95": 1.644854, "p99": 2.326348}
+_STEP = Axis("step", whole=True)
+_FOLLOWED: tuple[Colour, ...] = ("blue", "red", "green", "purple", "orange", "sky")
+
+
+def floors(tokens: Array, top_k: int, experts: int) -> tuple[Array, Array]:
+    """CV and MaxVio that chance alone gives, 1 / sqrt(L) and sqrt(2 ln E / L), L = tokens k / experts; 0 of 0 tokens.
+
+    As `trine.balance.metrics.sampling_floors`, which takes torch; a test holds the two together.
+    """
+    mean = np.asarray(tokens, dtype=np.float64) * top_k / experts
+    even = ~(mean > 0) | (top_k >= experts)
+    cv = np.where(even, 0.0, 1.0 / np.sqrt(np.where(even, 1.0, mean)))
+    return cv, cv * math.sqrt(2.0 * math.log(max(experts, 1)))
+
+
+def when(frame: Frame) -> str:
+    """The step of a frame, in words."""
+    if frame.last == frame.first:
+        return f"step {frame.last}"
+    return f"mean of steps {frame.first} to {frame.last}"
+
+
+def heat_chart(data: BalanceData, frame: Frame, what: What, order: Order) -> Chart:
+    """Layer x expert of load (over the layer's mean) or bias; of saturation layer x step, as it is counted by layer."""
+    if what == "saturation":
+        return _saturation(data)
+    values_LE, note = _values(frame, what)
+    title = f"{'Load' if what == 'load' else 'Bias'} of every expert, {when(frame)}"
+    across = "expert"
+    if order == "value":
+        values_LE = np.sort(values_LE, axis=1)
+        across = "experts of a layer, least to most"
+    return Chart(
+        "heat",
+        title,
+        x=Axis(across, low=-0.5, high=values_LE.shape[1] - 0.5, whole=True),
+        y=Axis("MoE layer", low=-0.5, high=len(values_LE) - 0.5, whole=True, down=True),
+        heatmap=_coloured(values_LE, what),
+        notes=(note,),
+        height=1.45,
+        wide=True,
+    )
+
+
+def _values(frame: Frame, what: What) -> tuple[Array, str]:
+    if what == "bias":
+        return np.asarray(frame.bias_LE, dtype=np.float32), "What is added to an expert's score before the choice."
+    mean_L1 = frame.loads_LE.mean(-1, keepdims=True)
+    with np.errstate(all="ignore"):
+        values_LE = np.where(mean_L1 > 0, frame.loads_LE / mean_L1, np.nan)
+    return values_LE, "1 is the layer's mean load; dead experts are darkest blue."
+
+
+def _coloured(values: Array, what: What) -> Heatmap:
+    if what == "load":
+        reach = next((one for one in _REACHES if _far(values, one) <= 1e-3), _REACHES[-1])
+        return Heatmap(values, "load / mean load", 1 / reach, reach, log2=True, palette="balance")
+    reach = _finite_max(np.abs(values)) or 1.0
+    # a round number, so that the colours of two steps, or of two runs, mostly mean the same
+    reach = 2.0 ** math.ceil(math.log2(min(max(reach, 1e-9), 1e9)))
+    return Heatmap(values, "bias", -reach, reach, palette="signed")
+
+
+def _far(values: Array, reach: float) -> float:
+    """Share of loads more than ``reach`` times off the mean, dead ones left out."""
+    known = values[values > 0]
+    return float(np.mean((known > reach) | (known < 1 / reach))) if known.size else 0.0
+
+
+def _saturation(data: BalanceData) -> Chart:
+    history = data.history()
+    title = "Saturated scores of every layer over steps"
+    if history is None:
+        return nothing("heat", title, data.problem or "Nothing was recorded.", height=1.45, wide=True)
+    steps, share_PL = history.steps, history.of("saturated", 2)
+    grid = np.linspace(steps[0], steps[-1], min(len(steps), 400)).round().astype(np.int64)
+    at = np.minimum(np.searchsorted(steps, grid), len(steps) - 1)
+    places = np.linspace(0, len(grid) - 1, min(6, len(grid))).round().astype(int)
+    return Chart(
+        "heat",
+        title,
+        x=Axis("step", low=-0.5, high=len(grid) - 0.5, ticks=tuple((float(i), str(grid[i])) for i in places)),
+        y=Axis("MoE layer", low=-0.5, high=share_PL.shape[1] - 0.5, whole=True, down=True),
+        heatmap=Heatmap(share_PL[at].T, "share of scores", 1e-5, 0.1, log2=True, palette="amount"),
+        notes=("Scores that fp32 cannot tell from 0 or 1, counted by layer; the largest share of a step.",),
+        height=1.45,
+        wide=True,
+    )  # fmt: skip
+
+
+def layer_chart(frame: Frame, layer: int | None, what: What, order: Order, top_k: int) -> Chart:
+    """One layer's experts, with the range that chance alone gives; without a layer, the layers' spread."""
+    if layer is None:
+        return _layers_chart(frame, top_k)
+    shown: What = "bias" if what == "bias" else "load"
+    values_LE, note = _values(frame, shown)
+    values_E = np.sort(values_LE[layer]) if order == "value" else values_LE[layer]
+    experts = len(values_E)
+    numbers = np.arange(experts)
+    title = f"{'Bias' if shown == 'bias' else 'Load'} of the experts of layer {layer}, {when(frame)}"
+    across = Axis("expert" if order == "number" else "experts, least to most", low=-0.5, high=experts - 0.5, whole=True)
+    if shown == "bias":
+        lines = (Line("bias", numbers, values_E, "purple", points=order == "number" and experts > 200),)
+        return Chart("layer", title, across, Axis("bias"), lines=lines, marks=(Mark(0.0, "", "y"),), notes=(note,))
+    cv, _ = floors(_tokens_a_step(frame)[layer], top_k, experts)
+    low, high = max(0.0, 1 - 2.33 * float(cv)), 1 + 2.33 * float(cv)
+    chance = Band("98 % of experts by chance", [-0.5, experts - 0.5], [low] * 2, [high] * 2, "grey", 0.3)
+    bars = (Bars("load / mean load", numbers, values_E, "blue", 1.0 if experts > 100 else 0.8),)
+    dead = np.flatnonzero(values_E == 0)
+    lines = (Line("without a token", dead, np.zeros(len(dead)), "red", points=True),) if len(dead) else ()
+    return Chart(
+        "layer", title, across, Axis("load / mean load", low=0.0), lines=lines, bands=(chance,), bars=bars,
+        marks=(Mark(1.0, "mean", "y"),),
+    )  # fmt: skip
+
+
+def _layers_chart(frame: Frame, top_k: int) -> Chart:
+    layers, experts = frame.loads_LE.shape
+    numbers = np.arange(layers)
+    p = {name: frame.summary(name) for name in _PROBITS}
+    _, floor_L = floors(_tokens_a_step(frame), top_k, experts)
+    return Chart(
+        "layer",
+        f"Load by layer, {when(frame)}",
+        Axis("MoE layer", whole=True),
+        Axis("load / mean load", low=0.0),
+        bands=(
+            Band("P1 to P99", numbers, p["p1"], p["p99"], "blue", 0.18),
+            Band("P5 to P95", numbers, p["p5"], p["p95"], "blue", 0.3),
+        ),
+        lines=(
+            Line("largest", numbers, 1.0 + frame.summary("max_vio"), "red", points=layers < 30),
+            Line("median", numbers, p["p50"], "blue"),
+            Line("largest by chance", numbers, 1.0 + floor_L, "grey", "dash"),
+        ),
+        notes=("Choose a layer, or press on one in the picture above, to see its experts.",),
+    )
+
+
+def _tokens_a_step(frame: Frame) -> Array:
+    return frame.tokens_L / max(1, frame.steps)
+
+
+def _over_layers(values_PL: Array, how: Literal["mean", "max", "min", "median", "sum"], layer: int | None) -> Array:
+    if layer is not None:
+        return values_PL[:, layer]
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of steps without a figure
+        reduce = {"mean": np.nanmean, "max": np.nanmax, "min": np.nanmin, "median": np.nanmedian, "sum": np.nansum}[how]
+        return np.asarray(reduce(values_PL.astype(np.float64), axis=1))
+
+
+def percentile_chart(history: History, layer: int | None, top_k: int, experts: int) -> Chart:
+    """P1, P5, P50, P95, P99 of load over mean load over steps, and what chance alone gives."""
+    p = {name: _over_layers(history.of(name), "mean", layer) for name in _PROBITS}
+    cv_PL, _ = floors(_tokens_of(history), top_k, experts)
+    cv = _over_layers(cv_PL, "mean", layer)
+    chance = {name: np.maximum(0.0, 1 + z * cv) for name, z in _PROBITS.items()}
+    steps = history.steps
+    where = "mean over layers" if layer is None else f"layer {layer}"
+    return Chart(
+        "percentiles",
+        f"Percentiles of load over steps, {where}",
+        _STEP,
+        Axis("load / mean load", low=0.0),
+        bands=(
+            Band("P1 to P99", steps, p["p1"], p["p99"], "blue", 0.16),
+            Band("P5 to P95", steps, p["p5"], p["p95"], "blue", 0.28),
+        ),
+        lines=(
+            Line("P50", steps, p["p50"], "blue"),
+            Line("P1 by chance", steps, chance["p1"], "grey", "dot", 1.3),
+            Line("P5 by chance", steps, chance["p5"], "orange", "dash", 1.3),
+            Line("P95 by chance", steps, chance["p95"], "orange", "dash", 1.3),
+            Line("P99 by chance", steps, chance["p99"], "grey", "dot", 1.3),
+        ),
+        notes=("Within the dashed lines lies what a perfectly even router would show by chance.",),
+    )
+
+
+def _tokens_of(history: History) -> Array:
+    return history.of("tokens")
+
+
+def max_vio_chart(history: History, layer: int | None, top_k: int, experts: int) -> Chart:
+    """MaxVio, largest load over mean load minus 1, over steps: worst layer, median, and its floor."""
+    value = history.of("max_vio", 2)
+    _, floor_PL = floors(_tokens_of(history), top_k, experts)
+    lines = []
+    if layer is None:
+        lines += [
+            Line("worst layer", history.steps, _over_layers(value, "max", None), "red"),
+            Line("median layer", history.steps, _over_layers(value, "median", None), "blue"),
+        ]
+    else:
+        lines.append(Line(f"layer {layer}", history.steps, value[:, layer], "red"))
+    lines.append(Line("by chance", history.steps, _over_layers(floor_PL, "mean", layer), "grey", "dash"))
+    values = np.concatenate([np.asarray(line.y) for line in lines])
+    positive = values[np.isfinite(values) & (values > 0)]
+    wide = bool(len(positive)) and positive.max() > 20 * np.median(positive)
+    title = f"MaxVio over steps{'' if layer is None else f', layer {layer}'}"
+    return Chart("max-vio", title, _STEP, Axis("largest load / mean load - 1", log=wide), lines=lines)
+
+
+def dead_chart(history: History, layer: int | None) -> Chart:
+    """Experts that should have got more than 10 tokens since their last, over steps."""
+    count = _over_layers(history.of("dead", 2), "sum", layer)
+    title = f"Dead experts over steps, {'all layers' if layer is None else f'layer {layer}'}"
+    return Chart(
+        "dead",
+        title,
+        _STEP,
+        Axis("experts", low=0.0, high=None if count.size and np.nanmax(np.append(count, 0)) > 0 else 1.0, whole=True),
+        bands=(Band("", history.steps, np.zeros(len(count)), count, "red", 0.25),),
+        lines=(Line("dead", history.steps, count, "red", steps=True),),
+        notes=("An expert is dead once it should have got more than 10 tokens and got none.",),
+    )
+
+
+def bias_chart(data: BalanceData, history: History, layer: int | None, follow: int | None = None) -> Chart:
+    """Bias trajectories: of the experts of a layer, some of them followed; without a layer the reach of every layer."""
+    if layer is None:
+        low_PL, high_PL = history.of("bias_min", 1), history.of("bias_max", 2)
+        steps = history.steps
+        lowest, highest = _over_layers(low_PL, "min", None), _over_layers(high_PL, "max", None)
+        middle = (_over_layers(low_PL, "median", None), _over_layers(high_PL, "median", None))
+        return Chart(
+            "bias",
+            "Bias over steps, all layers",
+            _STEP,
+            Axis("bias"),
+            bands=(
+                Band("all layers, least to largest", steps, lowest, highest, "purple", 0.16),
+                Band("median layer, least to largest", steps, *middle, "purple", 0.3),
+            ),
+            lines=(
+                Line("", steps, lowest, "purple", width=1.0),
+                Line("", steps, highest, "purple", width=1.0),
+            ),
+            notes=("Choose a layer to follow single experts.",),
+        )
+    found = data.biases(layer)
+    if found is None:
+        return nothing("bias", f"Bias over steps, layer {layer}", data.problem or "No bias can be read.")
+    steps, bias_PE = found
+    order = np.argsort(bias_PE[-1], kind="stable")
+    experts = bias_PE.shape[1]
+    picked = [int(order[round(at * (experts - 1))]) for at in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    if follow is not None and 0 <= follow < experts:
+        picked.insert(0, follow)
+    picked = list(dict.fromkeys(picked))
+    with np.errstate(all="ignore"):
+        low, p5, p95, high = np.quantile(bias_PE, (0.0, 0.05, 0.95, 1.0), axis=1)
+    return Chart(
+        "bias",
+        f"Bias over steps, layer {layer}",
+        _STEP,
+        Axis("bias"),
+        bands=(
+            Band("least to largest", steps, low, high, "grey", 0.16),
+            Band("P5 to P95", steps, p5, p95, "grey", 0.24),
+        ),
+        lines=[Line(f"expert {one}", steps, bias_PE[:, one], _FOLLOWED[i]) for i, one in enumerate(picked[:6])],
+    )
+
+
+def required_chart(frame: Frame, layer: int | None, top_k: int) -> Chart:
+    """Histogram of required bias of a layer with its cutoff; without a layer its quantiles in every one.
+
+    The required bias of an expert for a token is what would tie its score with the last one chosen (K3 report Eq. 13);
+    its k / E quantile is the next bias. The recorder holds five quantiles, all experts of a layer together: between two
+    of them the histogram is level, and the 1 % beyond each end is not drawn.
+    """
+    experts = frame.loads_LE.shape[1]
+    share = top_k / experts
+    bias_L = frame.bias_LE.astype(np.float64)
+    note = "From five quantiles of all experts together; the outer 1 % on each side is not drawn."
+    if layer is None:
+        q = {name: frame.margins_LQ[:, i] for i, name in enumerate(_PROBITS)}
+        numbers = np.arange(len(frame.margins_LQ))
+        return Chart(
+            "required",
+            f"Required bias by layer, {when(frame)}",
+            Axis("MoE layer", whole=True),
+            Axis("required bias"),
+            bands=(
+                Band("P1 to P99", numbers, q["p1"], q["p99"], "green", 0.18),
+                Band("P5 to P95", numbers, q["p5"], q["p95"], "green", 0.28),
+                Band("biases in force", numbers, bias_L.min(-1), bias_L.max(-1), "purple", 0.45),
+            ),
+            lines=(Line("P50", numbers, q["p50"], "green"),),
+            notes=(f"An expert is chosen where its bias is above what is required, by {share:.1%} of the tokens.",),
+        )
+    edges = frame.margins_LQ[layer].astype(np.float64)
+    title = f"Required bias of layer {layer}, {when(frame)}"
+    if not np.isfinite(edges).all() or np.any(np.diff(edges) < 0) or edges[0] == edges[-1]:
+        return nothing("required", title, "The recorder has no spread of required biases for this layer at this step.")
+    width = np.diff(edges)
+    mass = np.diff(MARGIN_LEVELS)
+    wide = width > 0
+    middle, density = (edges[:-1] + width / 2)[wide], mass[wide] / width[wide]
+    cut = float(np.interp(share, MARGIN_LEVELS, edges))
+    known = MARGIN_LEVELS[0] <= share <= MARGIN_LEVELS[-1]
+    marks = [Mark(cut, f"cutoff: {share:.1%} of tokens" if known else "cutoff beyond what is kept", colour="red")]
+    reach = bias_L[layer]
+    top = float(density.max()) * 1.12
+    if not np.isfinite(top):
+        return nothing("required", title, "The required biases of this layer lie too close together to be drawn.")
+    return Chart(
+        "required",
+        title,
+        Axis("required bias"),
+        Axis("share of tokens x experts per unit", low=0.0, high=top),
+        bands=(Band("biases in force", [reach.min(), reach.max()], [0.0, 0.0], [top, top], "purple", 0.2),),
+        bars=(Bars("required bias", middle, density, "green", width[wide]),),
+        marks=marks,
+        notes=(note,),
+    )
+
+
+def rank_chart(frame: Frame, layer: int | None, top_k: int, ranks: int, recorded: int) -> Chart:
+    """Load of expert-parallel ranks, each with a row of neighbouring experts: of a layer, or of each the fullest."""
+    layers, experts = frame.loads_LE.shape
+    title = f"Load of {ranks} expert-parallel ranks, {when(frame)}"
+    if ranks < 2 or experts % ranks:
+        why = "One rank holds all experts: there is nothing to compare." if ranks < 2 else ""
+        return nothing("ranks", title, why or f"{experts} experts cannot be dealt out evenly to {ranks} ranks.")
+    note = (
+        () if ranks == recorded else (f"As if the experts were dealt out to {ranks} ranks; this run has {recorded}.",)
+    )
+    loads_LR = frame.loads_LE.reshape(layers, ranks, -1).sum(-1)
+    with np.errstate(all="ignore"):
+        mean_L1 = loads_LR.mean(-1, keepdims=True)
+        relative_LR = np.where(mean_L1 > 0, loads_LR / mean_L1, np.nan)
+    cv_L, _ = floors(_tokens_a_step(frame), top_k, experts)
+    # a rank sums E / ranks experts, and the largest of the ranks' deviations counts
+    floor_L = 1.0 + cv_L * math.sqrt(ranks / experts * 2.0 * math.log(ranks))
+    y = Axis("load / mean load of ranks", low=0.0)
+    if layer is not None:
+        numbers = np.arange(ranks)
+        return Chart(
+            "ranks", f"{title}, layer {layer}", Axis("rank", whole=True), y,
+            bars=(Bars("load", numbers, relative_LR[layer], "blue"),),
+            marks=(Mark(float(floor_L[layer]), "fullest by chance", "y"), Mark(1.2, "alert", "y", "red", "dot")),
+            notes=note,
+        )  # fmt: skip
+    worst_L = _over_layers(relative_LR, "max", None)
+    high = max(1.25, min(_finite_max(worst_L) * 1.05, 1e6))
+    return Chart(
+        "ranks", title, Axis("MoE layer", whole=True), Axis("fullest rank / mean", low=0.98, high=high),
+        lines=(
+            Line("fullest rank", np.arange(layers), worst_L, "blue"),
+            Line("by chance", np.arange(layers), floor_L, "grey", "dash"),
+        ),
+        marks=(Mark(1.2, "alert", "y", "red", "dot"),), notes=note,
+    )  # fmt: skip
+
+
+def _finite_max(values: Array) -> float:
+    known = np.asarray(values, dtype=np.float64)
+    known = known[np.isfinite(known)]
+    return float(known.max()) if known.size else 0.0
+
+
+def default_ranks(experts: int, recorded: int) -> int:
+    """The run's own ranks, or of a run on one: as many as a usual machine has cards, where that divides the experts."""
+    if recorded > 1:
+        return recorded
+    return next((ranks for ranks in (8, 7, 6, 5, 4, 3, 2) if experts % ranks == 0 and ranks < experts), 1)
+
+
+def share_axes(charts: Sequence[Chart]) -> list[Chart]:
+    """Charts of several runs with one y axis, or one scale of colours, so that they can be compared by eye."""
+    maps = [one.heatmap for one in charts if one.heatmap is not None]
+    if len(maps) > 1 and len({(one.log2, one.palette) for one in maps}) == 1:
+        low, high = min(one.low for one in maps), max(one.high for one in maps)
+        return [
+            replace(one, heatmap=replace(one.heatmap, low=low, high=high)) if one.heatmap is not None else one
+            for one in charts
+        ]
+    drawn = [one for one in charts if not one.empty and one.heatmap is None]
+    if len(drawn) < 2 or any(one.y.ticks or one.y.log for one in drawn):
+        return list(charts)
+    ends: list[float] = []
+    for one in drawn:
+        parts = [np.asarray(line.y) for line in one.lines] + [np.asarray(bars.height) for bars in one.bars]
+        for band in one.bands:
+            parts += [np.asarray(band.low), np.asarray(band.high)]
+        for part in parts:
+            known = part[np.isfinite(part)]
+            ends += [float(known.min()), float(known.max())] if known.size else []
+    if not ends:
+        return list(charts)
+    room = 0.04 * (max(ends) - min(ends)) or 0.5
+    lows = [one.y.low for one in drawn]
+    low = min(ends) - room if None in lows else min(one for one in lows if one is not None)
+    highs = [one.y.high for one in drawn]
+    high = max(ends) + room if None in highs else max(one for one in highs if one is not None)
+    return [replace(one, y=replace(one.y, low=low, high=high)) if one in drawn else one for one in charts]
+
+
+def step_charts(
+    data: BalanceData, step: int | None, layer: int | None, what: What = "load", order: Order = "number", ranks: int = 0
+) -> list[Chart]:
+    """The figures of one step, in the order of `STEP_KEYS`; ``ranks`` 0 takes `default_ranks`."""
+    frame, sizes = data.frame(step), data.sizes
+    if frame is None or sizes is None:
+        why = data.problem or "Nothing was recorded."
+        return [nothing(key, _TITLES[key], why, wide=key == "heat") for key in STEP_KEYS]
+    layers, experts, top_k, recorded = sizes
+    layer = layer if layer is not None and 0 <= layer < layers else None
+    top_k = min(max(1, top_k), experts)
+    with np.errstate(all="ignore"):
+        return [
+            heat_chart(data, frame, what, order),
+            layer_chart(frame, layer, what, order, top_k),
+            required_chart(frame, layer, top_k),
+            rank_chart(frame, layer, top_k, ranks or default_ranks(experts, recorded), recorded),
+        ]
+
+
+def time_charts(data: BalanceData, layer: int | None, follow: int | None = None) -> list[Chart]:
+    """The figures over steps, in the order of `TIME_KEYS`."""
+    history, sizes = data.history(), data.sizes
+    if history is None or sizes is None:
+        return [nothing(key, _TITLES[key], data.problem or "Nothing was recorded.") for key in TIME_KEYS]
+    layers, experts, top_k, _ = sizes
+    layer = layer if layer is not None and 0 <= layer < layers else None
+    top_k = min(max(1, top_k), experts)
+    with np.errstate(all="ignore"):
+        return [
+            percentile_chart(history, layer, top_k, experts),
+            max_vio_chart(history, layer, top_k, experts),
+            dead_chart(history, layer),
+            bias_chart(data, history, layer, follow),
+        ]
+
+
+_TITLES = {
+    "heat": "Load of every expert",
+    "layer": "Load by layer",
+    "required": "Required bias",
+    "ranks": "Load of expert-parallel ranks",
+    "percentiles": "Percentiles of load over steps",
+    "max-vio": "MaxVio over steps",
+    "dead": "Dead experts over steps",
+    "bias": "Bias over steps",
+}
