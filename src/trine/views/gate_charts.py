@@ -34,6 +34,8 @@ TITLES = {
     "gates-openness-steps": "Openness of the output gates over steps",
 }
 _HEADS = Axis("layer, its heads side by side")
+_CROWD = 64
+"""Heads of all layers above which a curve over them cannot be read: a cell a head is shown instead."""
 
 
 def charts(run: RunView, step: int | None = None) -> list[Chart]:
@@ -68,6 +70,9 @@ def decays(probe: Probe) -> Chart:
     key = "gates-decay"
     if not probe.gates:
         return nothing(key, TITLES[key], _no_gates(probe))
+    if _crowded(rows := [(gate.layer, -gate.g_HQ[:, len(probe.levels) // 2]) for gate in probe.gates]):
+        title, note = "Median log-decay by layer and head", "Small -g remembers, large forgets."
+        return _grid(key, title, rows, "median -g", "nats a token", [probe_note(probe), note])
     sizes_QH = -np.concatenate([gate.g_HQ for gate in probe.gates]).T.astype(np.float64)
     x, marks, axis = _heads([(gate.layer, len(gate.g_HQ)) for gate in probe.gates])
     bounds = sorted({gate.g_min for gate in probe.gates if gate.g_min is not None})
@@ -82,7 +87,6 @@ def decays(probe: Probe) -> Chart:
         lines=lines,
         marks=marks,
         notes=[probe_note(probe), "A state keeps exp(g) of itself at each token: small -g remembers, large forgets."],
-        wide=len(x) > 200,
     )
 
 
@@ -115,6 +119,9 @@ def memory(probe: Probe) -> Chart:
     key = "gates-memory"
     if not probe.gates:
         return nothing(key, TITLES[key], _no_gates(probe))
+    if _crowded(rows := [(gate.layer, gate.memory_HM[:, gate.memory_HM.shape[1] // 2]) for gate in probe.gates]):
+        note = "After so many tokens the state of a head's median channel has faded to 1/e."
+        return _grid(key, TITLES[key], rows, "median memory", "tokens", [probe_note(probe), note])
     spread_MH = np.concatenate([gate.memory_HM for gate in probe.gates]).T.astype(np.float64)
     x, marks, axis = _heads([(gate.layer, len(gate.g_HQ)) for gate in probe.gates])
     if probe.length:
@@ -129,7 +136,6 @@ def memory(probe: Probe) -> Chart:
         lines=lines,
         marks=marks,
         notes=[probe_note(probe), "After so many tokens a channel's state has faded to 1/e."],
-        wide=len(x) > 200,
     )
 
 
@@ -161,6 +167,10 @@ def at_bound(probe: Probe) -> Chart:
     bounded = [gate for gate in probe.gates if gate.at_g_min_H is not None and gate.at_zero_H is not None]
     if not bounded:
         return nothing(key, TITLES[key], _no_gates(probe) if not probe.gates else "These gates have no bound.")
+    note = "At a bound: within 0.5 % of the gate's range, where its slope is under 2 % of the steepest."
+    if _crowded(rows := [(gate.layer, 100 * gate.at_g_min_H) for gate in bounded if gate.at_g_min_H is not None]):
+        title = "Share of gates at g_min by layer and head"
+        return _grid(key, title, rows, "share of the gates", "%", [probe_note(probe), note], ends=(0.0, 100.0))
     x, marks, axis = _heads([(gate.layer, len(gate.g_HQ)) for gate in bounded])
     low, high = (np.concatenate(rows) for rows in zip(*((g.at_g_min_H, g.at_zero_H) for g in bounded), strict=True))  # type: ignore[misc]
     return Chart(
@@ -173,11 +183,7 @@ def at_bound(probe: Probe) -> Chart:
             Line("at 0: forgets nothing", x, 100 * high, "blue", "dash"),
         ],
         marks=marks,
-        notes=[
-            probe_note(probe),
-            "At a bound: within 0.5 % of the gate's range, where its slope is under 2 % of the steepest.",
-        ],
-        wide=len(x) > 200,
+        notes=[probe_note(probe), note],
     )
 
 
@@ -214,6 +220,9 @@ def openness(probe: Probe) -> Chart:
     key = "gates-openness"
     if not probe.openness:
         return nothing(key, TITLES[key], _no_output_gates(probe))
+    note = "0 is shut: that head's output does not reach the stream; untrained gates are at 0.5."
+    if _crowded(rows := [(gate.layer, gate.mean_H) for gate in probe.openness]):
+        return _grid(key, TITLES[key], rows, "mean openness", "", [probe_note(probe), note], ends=(0.0, 1.0))
     values_QH = np.concatenate([gate.values_HQ for gate in probe.openness]).T.astype(np.float64)
     x, marks, axis = _heads([(gate.layer, len(gate.mean_H)) for gate in probe.openness])
     bands, lines = _fan(x, values_QH, probe.levels)
@@ -226,11 +235,7 @@ def openness(probe: Probe) -> Chart:
         bands=bands,
         lines=[*lines, Line("mean", x, average, "orange", "dash")],
         marks=marks,
-        notes=[
-            probe_note(probe),
-            "0 is shut: that head's output does not reach the stream; untrained gates are at 0.5.",
-        ],
-        wide=len(x) > 200,
+        notes=[probe_note(probe), note],
     )
 
 
@@ -249,6 +254,38 @@ def openness_over_steps(probes: Sequence[Probe], run: RunView, step: int | None)
         lines=lines,
         bands=bands,
         marks=[*stage_marks(run), *step_marks(step)],
+    )
+
+
+def _crowded(rows: Sequence[tuple[int, Any]]) -> bool:
+    return sum(len(values_H) for _, values_H in rows) > _CROWD
+
+
+def _grid(
+    key: str,
+    title: str,
+    rows: Sequence[tuple[int, Any]],
+    what: str,
+    unit: str,
+    notes: Sequence[str],
+    ends: tuple[float, float] | None = None,
+) -> Chart:
+    """A cell a head, a row a layer; without ``ends`` the colours are even in powers of two over what there is."""
+    values_LH = np.full((len(rows), max(len(values_H) for _, values_H in rows)), np.nan)
+    for i, (_, values_H) in enumerate(rows):
+        values_LH[i, : len(values_H)] = values_H
+    known = values_LH[np.isfinite(values_LH) & (values_LH > 0)]
+    low, high = ends or (float(known.min(initial=1e30)), float(known.max(initial=0.0)))
+    if not low < high:
+        low, high = (high / 2, high) if high > 0 else (0.5, 1.0)
+    return Chart(
+        key,
+        title,
+        x=Axis("head", whole=True),
+        y=Axis("layer", ticks=thin_ticks([str(layer) for layer, _ in rows]), down=True),
+        heatmap=Heatmap(values_LH, what, low, high, unit=unit, log2=ends is None),
+        notes=notes,
+        height=min(1.8, 0.7 + len(rows) / 40),
     )
 
 
