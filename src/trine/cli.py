@@ -37,6 +37,7 @@ Trains and runs models with the design of Kimi K3.
   migrate    softplus-to-bounded: a checkpoint with softplus gates in the bounded form, with a drift report
   audit      probe an implementation of KDA, ours or anyone's, for known faults
   balance    what saved expert loads say, forced imbalance, and the balancing service
+  dash       a page in the browser: experts, depth, gates and training of runs, live
   data       sources by name, recipes that fetch text, a look at packed rows
   tune       measure the launch parameters of the kernels on this card, and refuse wrong ones
   doctor     what this machine offers, with advice
@@ -361,6 +362,12 @@ def _balance(args: list[str]) -> int:
     return balance(args)
 
 
+def _dash(args: list[str]) -> int:
+    from trine._dash_verb import main as dash
+
+    return dash(args)
+
+
 def _data(args: list[str]) -> int:
     from trine._data_verbs import main as data
 
@@ -439,6 +446,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "migrate": _migrate,
     "audit": _audit,
     "balance": _balance,
+    "dash": _dash,
     "data": _data,
     "tune": _tune,
     "doctor": _doctor,

@@ -25,6 +25,10 @@ TIME_KEYS = ("percentiles", "max-vio", "dead", "bias")
 
 _REACHES = (1.25, 2.0, 4.0)
 """How many times the mean load the ends of the colours may stand for; few, so that pictures mostly compare."""
+_LEAST = 0.05
+"""What smaller loads are drawn as on a logarithmic axis."""
+_TIMES = ((0.05, "0.05"), (0.1, "0.1"), (0.2, "0.2"), (0.5, "0.5"), (1.0, "1"), (2.0, "2"), (5.0, "5"), (10.0, "10"),
+          (20.0, "20"), (50.0, "50"), (100.0, "100"))  # fmt: skip
 _PROBITS = {"p1": -2.326348, "p5": -1.644854, "p50": 0.0, "p95": 1.644854, "p99": 2.326348}
 _STEP = Axis("step", whole=True)
 _FOLLOWED: tuple[Colour, ...] = ("blue", "red", "green", "purple", "orange", "sky")
@@ -129,7 +133,8 @@ def layer_chart(frame: Frame, layer: int | None, what: What, order: Order, top_k
     across = Axis("expert" if order == "number" else "experts, least to most", low=-0.5, high=experts - 0.5, whole=True)
     if shown == "bias":
         lines = (Line("bias", numbers, values_E, "purple", points=order == "number" and experts > 200),)
-        return Chart("layer", title, across, Axis("bias"), lines=lines, marks=(Mark(0.0, "", "y"),), notes=(note,))
+        marks = (Mark(0.0, "", "y"),)
+        return Chart("layer", title, across, Axis("bias"), lines=lines, marks=marks, notes=(note,), wide=True)
     cv, _ = floors(_tokens_a_step(frame)[layer], top_k, experts)
     low, high = max(0.0, 1 - 2.33 * float(cv)), 1 + 2.33 * float(cv)
     chance = Band("98 % of experts by chance", [-0.5, experts - 0.5], [low] * 2, [high] * 2, "grey", 0.3)
@@ -138,7 +143,7 @@ def layer_chart(frame: Frame, layer: int | None, what: What, order: Order, top_k
     lines = (Line("without a token", dead, np.zeros(len(dead)), "red", points=True),) if len(dead) else ()
     return Chart(
         "layer", title, across, Axis("load / mean load", low=0.0), lines=lines, bands=(chance,), bars=bars,
-        marks=(Mark(1.0, "mean", "y"),),
+        marks=(Mark(1.0, "mean", "y"),), wide=True,
     )  # fmt: skip
 
 
@@ -162,6 +167,7 @@ def _layers_chart(frame: Frame, top_k: int) -> Chart:
             Line("largest by chance", numbers, 1.0 + floor_L, "grey", "dash"),
         ),
         notes=("Choose a layer, or press on one in the picture above, to see its experts.",),
+        wide=True,
     )
 
 
@@ -186,11 +192,17 @@ def percentile_chart(history: History, layer: int | None, top_k: int, experts: i
     chance = {name: np.maximum(0.0, 1 + z * cv) for name, z in _PROBITS.items()}
     steps = history.steps
     where = "mean over layers" if layer is None else f"layer {layer}"
+    y = Axis("load / mean load", low=0.0)
+    notes = ["Within the dashed lines lies what a perfectly even router would show by chance."]
+    if _finite_max(p["p99"]) > 3.0:
+        y = Axis("load / mean load", log=True, ticks=_TIMES)
+        p, chance = ({name: np.maximum(one, _LEAST) for name, one in part.items()} for part in (p, chance))
+        notes.append(f"Below {_LEAST:g} is drawn at {_LEAST:g}.")
     return Chart(
         "percentiles",
         f"Percentiles of load over steps, {where}",
         _STEP,
-        Axis("load / mean load", low=0.0),
+        y,
         bands=(
             Band("P1 to P99", steps, p["p1"], p["p99"], "blue", 0.16),
             Band("P5 to P95", steps, p["p5"], p["p95"], "blue", 0.28),
@@ -202,7 +214,7 @@ def percentile_chart(history: History, layer: int | None, top_k: int, experts: i
             Line("P95 by chance", steps, chance["p95"], "orange", "dash", 1.3),
             Line("P99 by chance", steps, chance["p99"], "grey", "dot", 1.3),
         ),
-        notes=("Within the dashed lines lies what a perfectly even router would show by chance.",),
+        notes=notes,
     )
 
 
@@ -434,7 +446,7 @@ def step_charts(
     frame, sizes = data.frame(step), data.sizes
     if frame is None or sizes is None:
         why = data.problem or "Nothing was recorded."
-        return [nothing(key, _TITLES[key], why, wide=key == "heat") for key in STEP_KEYS]
+        return [nothing(key, _TITLES[key], why, wide=key in ("heat", "layer")) for key in STEP_KEYS]
     layers, experts, top_k, recorded = sizes
     layer = layer if layer is not None and 0 <= layer < layers else None
     top_k = min(max(1, top_k), experts)

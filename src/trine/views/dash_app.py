@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from trine.views import dash_guard
 from trine.views.balance_charts import share_axes
@@ -61,49 +61,87 @@ def build(paths: Sequence[str | Path], *, token: str = "", host: str = "127.0.0.
 
 
 def _layout(runs: Runs, every: float) -> Any:
+    """The page as it first shows, figures included, so that nothing has to be asked for again before it does."""
+    from flask import has_request_context, request
+
     runs.refresh()
-    options = _run_options(runs)
-    span = runs.span(0) or (1, 1)
-    second = 1 if len(runs.paths) > 1 and 1 < len(runs) <= 2 else None
+    asked = urlsplit(request.referrer or "").path if has_request_context() else ""
+    dark = has_request_context() and request.cookies.get("trine_theme") == "dark"
+    page, theme = _page_of(asked), "dark" if dark else "light"
+    second = 1 if len(runs.paths) > 1 and len(runs) == 2 else None
+    sides = _sides(runs, 0, second)
+    spans = [one for one in map(runs.span, sides) if one is not None]
+    span = (min(one[0] for one in spans), max(one[1] for one in spans)) if spans else (1, 1)
+    values: dict[str, Any] = {"step": span[1]}
+    links, heading, figures = _page(runs, page, sides, values, dark)
+    balance = page == "balance"
+    stores = [
+        dcc.Store(id="theme", data=theme),
+        dcc.Store(id="version", data=_versions(runs, 0, second)),
+        dcc.Store(id="shape", data=0),
+        dcc.Store(id="expert"),
+        dcc.Store(id="nothing"),
+    ]
+    button = html.Button(
+        "Light" if dark else "Dark", id="theme-button", **{"aria-label": "Switch between light and dark"}
+    )
+    newest = f"newest step {span[1]}" if spans else "no step yet"
+    right = html.Div([html.Span(newest, id="live", className="live", role="status"), button], className="right")
+    brand, pages = html.Span("Trine", className="brand"), html.Nav(links, id="pages", **{"aria-label": "Pages"})
+    body = [
+        html.H1(heading, id="heading"),
+        html.Div(_told(runs, sides), id="notes", className="notes"),
+        html.Div(_tiles(runs, sides, values) if balance else [], id="tiles"),
+        html.Div(figures, id="figures", className="figures"),
+        html.Div(_alerts(runs, sides) if balance else [], id="alerts"),
+    ]
+    # Given its path it does not report it, which would draw everything twice.
+    address = dcc.Location(id="address", pathname=asked) if asked else dcc.Location(id="address")
     return html.Div(
         [
-            dcc.Location(id="address"),
-            dcc.Store(id="theme"),
-            dcc.Store(id="version", data=_versions(runs, 0, second)),
-            dcc.Store(id="shape", data=0),
-            dcc.Store(id="expert"),
-            dcc.Store(id="nothing"),
+            address,
+            *stores,
             dcc.Interval(id="tick", interval=max(250, round(every * 1000))),
-            html.Header(
-                [
-                    html.Span("Trine", className="brand"),
-                    html.Nav(id="pages", **{"aria-label": "Pages"}),
-                    html.Div(
-                        [
-                            html.Span(id="live", className="live", role="status"),
-                            html.Button("Dark", id="theme-button", **{"aria-label": "Switch between light and dark"}),
-                        ],
-                        className="right",
-                    ),
-                ]
-            ),
-            _controls(options, span, second),
-            html.Main(
-                [
-                    html.H1(id="heading"),
-                    html.Div(id="notes", className="notes"),
-                    html.Div(id="tiles"),
-                    html.Div(id="figures", className="figures"),
-                    html.Div(id="alerts"),
-                ],
-                id="main",
-                tabIndex="-1",
-            ),
+            html.Header([brand, pages, right]),
+            _controls(_run_options(runs), span, second, _layer_options(runs, sides)),
+            html.Main(body, id="main", tabIndex="-1"),
         ]
     )
 
 
-def _controls(options: list[dict[str, Any]], span: tuple[int, int], second: int | None) -> Any:
+def _told(runs: Runs, sides: list[int]) -> list[Any]:
+    notes = [note if len(sides) == 1 else f"{runs.runs[one].name}: {note}" for one in sides for note in runs.notes(one)]
+    return [html.P(note) for note in dict.fromkeys(notes)]
+
+
+def _layer_options(runs: Runs, sides: list[int]) -> list[dict[str, Any]]:
+    sizes = runs.data(sides[0]).sizes if sides else None
+    layers = [{"value": i, "label": f"layer {i}"} for i in range(sizes[0] if sizes else 0)]
+    return [{"value": -1, "label": "all layers"}, *layers]
+
+
+def _page(
+    runs: Runs, page: str, sides: list[int], values: dict[str, Any], dark: bool
+) -> tuple[list[Any], str, list[Any]]:
+    """Links to the pages, the heading, and the figures of one page."""
+    links = []
+    for name, title in PAGES.items():
+        href = "/" if name == "balance" else f"/{name}"
+        if name == page:
+            links.append(html.A(title, href=href, **{"aria-current": "page"}))
+        else:
+            links.append(dcc.Link(title, href=href))
+    charts = _all_charts(runs, page, sides, values, {"step", "time"})
+    names = [runs.runs[one].name for one in sides]
+    figures = []
+    for key in dict.fromkeys(one.key for side in charts for one in side):
+        there = [(number, one) for number, side in zip(sides, charts, strict=True) for one in side if one.key == key]
+        view = _view(runs, there[0][0], values)
+        figures.append(_figure(page, [one for _, one in there], [number for number, _ in there], names, view, dark))
+    return links, f"{PAGES[page]}: {' beside '.join(names)}" if names else PAGES[page], figures
+
+
+def _controls(options: list[dict[str, Any]], span: tuple[int, int], second: int | None, layers: list[Any]) -> Any:
     def labelled(text: str, control: Any, name: str = "") -> Any:
         label = html.Label(text, htmlFor=control.id, id=f"{control.id}-label")
         return html.Div([label, control], className=f"control {name}")
@@ -135,7 +173,7 @@ def _controls(options: list[dict[str, Any]], span: tuple[int, int], second: int 
             ),
             choice("Heatmap", "what", {"load": "load", "bias": "bias", "saturation": "saturation"}),
             choice("Experts by", "order", {"number": "number", "value": "value"}),
-            labelled("Layer", dcc.Dropdown([], -1, id="layer", clearable=False), "layer balance-only"),
+            labelled("Layer", dcc.Dropdown(layers, -1, id="layer", clearable=False), "layer balance-only"),
             labelled("Ranks", dcc.Dropdown(ranks, 0, id="ranks", clearable=False), "layer balance-only"),
         ],
         className="controls",
@@ -208,11 +246,11 @@ def _plot(page: str, chart: Chart, view: View, dark: bool) -> dict[str, Any]:
     return drawn
 
 
-def _tiles(runs: Runs, sides: list[int], view: View) -> list[Any]:
+def _tiles(runs: Runs, sides: list[int], values: dict[str, Any]) -> list[Any]:
     found = []
     for number in sides:
         tiles = []
-        for what, value, beside, bad in runs.tiles(number, view):
+        for what, value, beside, bad in runs.tiles(number, _view(runs, number, values)):
             words = [html.Dt(what), html.Dd(value, className="value"), html.Dd(beside, className="beside")]
             tiles.append(html.Div(words, className=f"tile{' bad' if bad else ''}"))
         if tiles:
@@ -291,6 +329,7 @@ def _callbacks(app: Any, runs: Runs) -> None:
         [Output("theme", "data"), Output("theme-button", "children")],
         Input("theme-button", "n_clicks"),
         State("theme", "data"),
+        prevent_initial_call=True,
     )
     app.clientside_callback(
         "function(step, most) { return 'step ' + step + ' of ' + most; }",
@@ -353,6 +392,7 @@ def _watching(app: Any, runs: Runs) -> None:
         State("step", "max"),
         State("run-a", "options"),
         State("layer", "options"),
+        prevent_initial_call=True,
     )
     def watch(
         ticks: Any, first: Any, second: Any, follow: Any, before: Any, step: Any, most: Any, known: Any, layers: Any
@@ -366,9 +406,7 @@ def _watching(app: Any, runs: Runs) -> None:
         low, high = (min(one[0] for one in spans), max(one[1] for one in spans)) if spans else (1, 1)
         at = whole(step)
         moved = high if follow or at is None else min(max(at, low), high)
-        sizes = runs.data(sides[0]).sizes if sides else None
-        options = [{"value": -1, "label": "all layers"}]
-        options += [{"value": i, "label": f"layer {i}"} for i in range(sizes[0] if sizes else 0)]
+        options = _layer_options(runs, sides)
         return (
             now if now != before else no_update,
             low,
@@ -392,35 +430,11 @@ def _drawing(app: Any, runs: Runs) -> None:
         Input("theme", "data"),
         Input("shape", "data"),
         *_STATES,
+        prevent_initial_call=True,
     )
     def draw(path: Any, first: Any, second: Any, theme: Any, _shape: Any, *choices: Any) -> Any:
-        page, sides = _page_of(path), _sides(runs, first, second)
-        links = []
-        for name, title in PAGES.items():
-            here = {"aria-current": "page"} if name == page else {}
-            links.append(
-                dcc.Link(title, href="/" if name == "balance" else f"/{name}", **here)
-                if not here
-                else html.A(title, href="/" if name == "balance" else f"/{name}", **here)
-            )
         values = dict(zip(_CHOICES, choices, strict=True))
-        charts = _all_charts(runs, page, sides, values, {"step", "time"})
-        names = [runs.runs[one].name for one in sides]
-        dark = theme == "dark"
-        keys = dict.fromkeys(one.key for side in charts for one in side)
-        figures = []
-        for key in keys:
-            there = [
-                (number, one) for number, side in zip(sides, charts, strict=True) for one in side if one.key == key
-            ]
-            view = _view(runs, there[0][0], values)
-            figures.append(
-                _figure(page, [one for _, one in there], [n for n, _ in there], names, view, dark)
-                if len(there) == len(sides)
-                else _figure(page, [there[0][1]], [there[0][0]], names, view, dark)
-            )
-        heading = f"{PAGES[page]}: {' beside '.join(names)}" if names else PAGES[page]
-        return links, heading, figures  # fmt: skip
+        return _page(runs, _page_of(path), _sides(runs, first, second), values, theme == "dark")
 
     @app.callback(
         Output({"type": "figure", "key": ALL, "side": ALL}, "figure"),
@@ -480,18 +494,15 @@ def _drawing(app: Any, runs: Runs) -> None:
         Input("address", "pathname"),
         Input("run-a", "value"),
         Input("run-b", "value"),
+        prevent_initial_call=True,
     )
     def words(_version: Any, step: Any, layer: Any, path: Any, first: Any, second: Any) -> Any:
         sides = _sides(runs, first, second)
-        notes = [
-            note if len(sides) == 1 else f"{runs.runs[one].name}: {note}" for one in sides for note in runs.notes(one)
-        ]
-        told = [html.P(note) for note in dict.fromkeys(notes)]
+        told = _told(runs, sides)
         if _page_of(path) != "balance":
             return told, [], []
-        view = _view(runs, sides[0], {"step": step, "layer": layer}) if sides else View()
         only_step = {one["prop_id"].split(".")[0] for one in ctx.triggered} == {"step"}
-        return told, _tiles(runs, sides, view), no_update if only_step else _alerts(runs, sides)  # fmt: skip
+        return told, _tiles(runs, sides, {"step": step, "layer": layer}), no_update if only_step else _alerts(runs, sides)  # fmt: skip
 
 
 # -- addresses -------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def protect(server: Any, token: str, host: str) -> None:
     def label(answer: Any) -> Any:
         answer.headers["Content-Security-Policy"] = _POLICY
         answer.headers["X-Content-Type-Options"] = "nosniff"
-        answer.headers["Referrer-Policy"] = "no-referrer"
+        answer.headers["Referrer-Policy"] = "same-origin"
         answer.headers["X-Frame-Options"] = "DENY"
         if not request.path.startswith(("/_dash-component-suites/", "/_favicon")):
             answer.headers["Cache-Control"] = "no-store"

@@ -94,10 +94,9 @@ CSS += """
 
 THEME = """
 function(clicks, now) {
-  let theme = now;
-  if (clicks) { theme = now === 'dark' ? 'light' : 'dark'; }
-  else if (!theme) { theme = matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light'; }
+  const theme = now === 'dark' ? 'light' : 'dark';
   document.documentElement.dataset.theme = theme;
+  document.cookie = 'trine_theme=' + theme + '; SameSite=Strict; path=/';
   return [theme, theme === 'dark' ? 'Light' : 'Dark'];
 }
 """
@@ -105,9 +104,10 @@ function(clicks, now) {
 
 CURSOR = """
 function(step, figures) {
-  const at = Number(step);
   document.querySelectorAll('.overtime .js-plotly-plot').forEach(plot => {
     if (!window.Plotly || !plot.layout || !plot.layout.shapes || !plot.layout.shapes.length) { return; }
+    const steps = ((plot.data || [])[0] || {}).x || [];
+    const at = Math.min(Number(step), steps.length ? steps[steps.length - 1] : Number(step));
     if (plot.layout.shapes[0].name !== 'cursor' || plot.layout.shapes[0].x0 === at) { return; }
     window.Plotly.relayout(plot, {'shapes[0].x0': at, 'shapes[0].x1': at});
   });
@@ -127,7 +127,18 @@ PAGE = """<!DOCTYPE html>
 <link rel="preload" as="script" href="/_dash-component-suites/dash/dcc/async-graph.js">
 {%css%}
 <style>__CSS__</style>
-<script>document.documentElement.dataset.theme = matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light';
+<script>
+(function() {
+  // Dash puts the caret back into every input it changes; one that is a slider has none, and says so as an error.
+  const select = HTMLInputElement.prototype.setSelectionRange;
+  HTMLInputElement.prototype.setSelectionRange = function(...at) {
+    if (this.type !== 'range') { select.apply(this, at); }
+  };
+  const kept = document.cookie.match(/trine_theme=(dark|light)/);
+  const theme = kept ? kept[1] : matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light';
+  document.documentElement.dataset.theme = theme;
+  document.cookie = 'trine_theme=' + theme + '; SameSite=Strict; path=/';
+})();
 </script>
 </head>
 <body>

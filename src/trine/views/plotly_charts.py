@@ -121,11 +121,10 @@ def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, st
 
 def _axis(axis: Axis, ink: str, grid: str) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "title": {"text": html.escape(axis.title), "standoff": 8, "font": {"size": 12}},
+        "title": {"text": html.escape(axis.title), "standoff": 6, "font": {"size": 12}},
         "gridcolor": grid,
         "linecolor": grid,
         "zeroline": False,
-        "automargin": True,
         "fixedrange": False,
         "tickfont": {"size": 11, "color": ink},
     }
