@@ -128,7 +128,8 @@ def test_bytes_on_the_wire_are_those_of_what_is_reduced() -> None:
     # one MoE layer of 4 experts: 1,000 bins and a load each, five counters, four bytes a number
     counters = model.router_stats.counters_LF.numel()
     assert wire_bytes("sign", model) == wire_bytes("aux", model) == 4 * (4 + counters)
-    assert wire_bytes("qb", model) == 4 * (4 * 1_000 + 4 + counters)
+    assert wire_bytes("qb", model) == wire_bytes("stateless", model) == 4 * (4 * 1_000 + 4 + counters)
+    assert wire_bytes("qb-signed-log", model) == 4 * (4 * 256 + 4 + counters)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from torch import Tensor
 from trine._log import logger
 from trine.balance import sampling_floor
 from trine.balance.load_policy import LoadPolicy
-from trine.balance.policies import make_policy
+from trine.balance.policies import install_policy
 from trine.data import Batch, Shards
 from trine.data._files import write_atomically
 from trine.evals.bits import held_out_bits
@@ -194,8 +194,11 @@ def _gradient(model: Model, batches: Sequence[Batch]) -> Tensor:
 
 
 def wire_bytes(arm: str, model: Model) -> int:
-    """Bytes that a rank puts into the all-reduce of a step: with histograms, or loads and counters alone."""
-    policy = make_policy(arm_balance(arm), model.config.top_k, model.config.experts)
+    """Bytes that a rank puts into the all-reduce of a step: with histograms, or loads and counters alone.
+
+    The model's routers follow the arm from here on.
+    """
+    policy = install_policy(model, arm_balance(arm))
     stats = model.router_stats
     numbers = stats.counts.numel() - (stats.histograms_LEB.numel() if isinstance(policy, LoadPolicy) else 0)
     return numbers * stats.counts.element_size()

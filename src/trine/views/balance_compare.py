@@ -24,7 +24,7 @@ ARM_WORDS = {
     "load-quantile": "load quantiles",
     "aux": "auxiliary loss, 1e-2",
     "stateless": "stateless thresholds, dual",
-    "none": "none",
+    "none": "none (bias 0)",
 }
 HEADINGS = (
     "policy",
@@ -109,7 +109,7 @@ def compare_figure(found: Mapping[str, Any]) -> Figure:
     if not arms:
         raise ValueError("arms: found none, need at least one")
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.6, 4.4), dpi=120, layout="constrained")
+        figure = Figure(figsize=(9.6, 5.0), dpi=120, layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
         for index, (arm, values) in enumerate(arms.items()):
             colour = LINE_COLOURS[index % len(LINE_COLOURS)]
@@ -133,10 +133,11 @@ def compare_figure(found: Mapping[str, Any]) -> Figure:
         left.set_yscale("log")
         left.set_xlabel("step")
         left.set_title("MaxVio of the worst layer, median over seeds")
-        left.legend(fontsize=7.5, ncols=2, loc="upper right")
-        right.set_yticks(range(len(arms)), [ARM_WORDS.get(arm, arm) for arm in arms], fontsize=7.5)
+        figure.legend(*left.get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside lower center")
+        right.set_yticks(range(len(arms)), list(arms), fontsize=8)
         right.invert_yaxis()
-        right.set_title("Bits per byte, held out (deviation)")
+        right.set_title("Held-out bits per byte")
+        right.set_xlabel("mean and deviation over seeds")
     return figure
 
 
