@@ -33,7 +33,8 @@ def source(records: list[dict[str, Any]]) -> str:
     threads = f", {first['threads']} threads" if first.get("threads") else ""
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version)
     busy = "" if all(r.get("quiet") is not False for r in records) else " **The machine was busy: repeat before use.**"
-    return f"{first['hardware']}{threads}, {first['date']}, {versions}.{busy}"
+    dates = " and ".join(sorted({r["date"] for r in records}))
+    return f"{first['hardware']}{threads}, {dates}, {versions}.{busy}"
 
 
 def speeds() -> str:
