@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,17 @@ from trine.nn.kda import KimiDeltaAttention
 from trine.ops.kda import bounded_gate
 from trine.train import probes
 from trine.train.callbacks import Callback
-from trine.train.config import BalanceConfig, OptimizerConfig, Rates, Stage
+from trine.train.config import (
+    BalanceConfig,
+    EvalConfig,
+    OptimizerConfig,
+    Rates,
+    Stage,
+    config_hash,
+    train_preset,
+)
 from trine.train.errors import RunError
+from trine.train.loop import train
 from trine.train.metrics import StepRecord
 from trine.train.probes import FILE_NAME, LEVELS, Probes, ProbeText, interval, look_inside, probe_text, scalars
 from trine.train.run_folder import RunFolder
@@ -99,8 +109,13 @@ def test_training_has_the_same_bits_with_probes_and_without(
 
 def test_a_look_leaves_the_model_as_it_was(tiny_config: MakeConfig) -> None:
     model = Model(tiny_config()).train()
-    state = torch.get_rng_state()
-    look_inside(model, text_of(7, 30))
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        look_inside(model, text_of(7, 30))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
     assert model.training and torch.equal(state, torch.get_rng_state())
     assert int(model.router_stats.loads_LE.sum()) == 0
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -225,6 +240,16 @@ def test_numbers_that_are_not_finite_are_null(tiny_config: MakeConfig) -> None:
     assert all(isinstance(value, float) for value in scalars(found).values())
 
 
+def test_a_model_of_16_bits_is_looked_at_too(tiny_config: MakeConfig) -> None:
+    model = Model(tiny_config())
+    text = text_of(19, 13)
+    full = look_inside(model, text)
+    half = look_inside(model.to(torch.bfloat16), text)
+    assert half["layers"]["cka"][0] == pytest.approx(full["layers"]["cka"][0], abs=0.05)
+    assert half["gates"][2]["memory"][1] == pytest.approx(full["gates"][2]["memory"][1], rel=0.05)
+    assert half["openness"][0]["mean"] == pytest.approx(full["openness"][0]["mean"], abs=0.02)
+
+
 def test_one_token_is_enough(tiny_config: MakeConfig) -> None:
     found = look_inside(Model(tiny_config()), text_of(1))
     assert found["layers"]["cka"][0][0] == 0 and found["tokens"] == 1
@@ -232,7 +257,7 @@ def test_one_token_is_enough(tiny_config: MakeConfig) -> None:
 
 
 def test_the_interval_fits_the_run() -> None:
-    assert [interval(0, 10_000), interval(50, 10), interval(50, 70), interval(50, 481)] == [0, 12, 12, 24]
+    assert [interval(0, 10_000), interval(50, 10), interval(50, 70), interval(50, 481)] == [0, 20, 20, 24]
     assert [interval(1, 10), interval(5, 481)] == [1, 5]  # as often as was asked for
     assert [interval(50, 5_000), interval(50, 50_000), interval(50, 1_000_000)] == [50, 50, 1000]
 
@@ -303,3 +328,21 @@ def test_without_held_out_text_the_first_batch_stands_in(bounds: list[int], want
     text = probe_text(Texts(), lambda: batch)  # type: ignore[arg-type]
     assert text.cu_seqlens_N1.tolist() == want and torch.equal(text.tokens_T, tokens[:256])
     assert text.source == "training text"
+
+
+def test_a_whole_run_looks_when_it_is_told_to(tmp_path: Path) -> None:
+    stage = Stage(length=64, step_tokens=128, micro_tokens=128)
+    plan = replace(train_preset("recall"), stages=(stage,), tokens=3 * 128, runs=str(tmp_path), threads=1)
+    losses = []
+    for every in (0, 2):
+        config = replace(plan, run=str(every), probe_every=every, eval=EvalConfig(run=False), recorder=False)
+        folder = train(config).folder
+        losses.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
+        assert (folder / FILE_NAME).exists() == bool(every)
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    looks = lines_of(folder)
+    assert [line["step"] for line in looks] == [0, 2, 3] and looks[0]["depth"] != looks[2]["depth"]
+    assert {line["text"] for line in looks} == {"held-out text"}
+    with pytest.raises(ValueError, match="probe_every: found -1, need 0"):
+        replace(plan, probe_every=-1)
+    assert config_hash(plan) == config_hash(replace(plan, probe_every=7))
