@@ -109,11 +109,11 @@ def test_a_crowd_of_heads_is_a_cell_each(run_with: Callable[..., Path], looked: 
     found = by_key(RunView(run_with(probes=[line])))
     cells = {key: chart.heatmap for key, chart in found.items() if chart.heatmap is not None}
     assert set(cells) == {"gates-decay", "gates-histogram", "gates-memory", "gates-bound", "gates-openness"}
-    memory, bound, opened = (np.asarray(cells[f"gates-{key}"].values) for key in ("memory", "bound", "openness"))
+    memory, bound, opened = (np.asarray(cells[f"gates-{key}"].values).T for key in ("memory", "bound", "openness"))
     assert memory.shape == (3, 30) and memory[1].tolist() == [7] * 30
     assert bound[2, :29].tolist() == [50] * 29 and np.isnan(bound[2, 29])
-    assert opened.tolist() == [[0.25] * 80] and found["gates-openness"].y.ticks == ((0.0, "0"),)
-    assert found["gates-memory"].y.ticks == ((0.0, "0"), (1.0, "2"), (2.0, "5"))
+    assert opened.tolist() == [[0.25] * 80] and found["gates-openness"].x.ticks == ((0.0, "0"),)
+    assert found["gates-memory"].x.ticks == ((0.0, "0"), (1.0, "2"), (2.0, "5"))
     assert np.asarray(cells["gates-decay"].values)[0, 0] == pytest.approx(-one["g"][0][3], rel=1e-5)
     for gate in line["gates"]:
         gate |= {"memory": [[5.0, 5.0, 5.0]] * 30, "g": [[0.0] * 7] * 30}  # nothing to span colours over

@@ -270,22 +270,22 @@ def _grid(
     notes: Sequence[str],
     ends: tuple[float, float] | None = None,
 ) -> Chart:
-    """A cell a head, a row a layer; without ``ends`` the colours are even in powers of two over what there is."""
-    values_LH = np.full((len(rows), max(len(values_H) for _, values_H in rows)), np.nan)
+    """A cell a head, a column a layer; without ``ends`` the colours are even in powers of two over what there is."""
+    values_HL = np.full((max(len(values_H) for _, values_H in rows), len(rows)), np.nan)
     for i, (_, values_H) in enumerate(rows):
-        values_LH[i, : len(values_H)] = values_H
-    known = values_LH[np.isfinite(values_LH) & (values_LH > 0)]
+        values_HL[: len(values_H), i] = values_H
+    known = values_HL[np.isfinite(values_HL) & (values_HL > 0)]
     low, high = ends or (float(known.min(initial=1e30)), float(known.max(initial=0.0)))
     if not low < high:
         low, high = (high / 2, high) if high > 0 else (0.5, 1.0)
     return Chart(
         key,
         title,
-        x=Axis("head", whole=True),
-        y=Axis("layer", ticks=thin_ticks([str(layer) for layer, _ in rows]), down=True),
-        heatmap=Heatmap(values_LH, what, low, high, unit=unit, log2=ends is None),
+        x=Axis("layer", ticks=thin_ticks([str(layer) for layer, _ in rows], most=16)),
+        y=Axis("head", whole=True, down=True),
+        heatmap=Heatmap(values_HL, what, low, high, unit=unit, log2=ends is None),
         notes=notes,
-        height=min(1.8, 0.7 + len(rows) / 40),
+        height=min(1.4, 0.7 + len(values_HL) / 60),
     )
 
 
