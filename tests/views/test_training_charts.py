@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from trine.balance.alerts import Alert
+from trine.views import run_view
 from trine.views.chart import Chart
 from trine.views.run_series import running_median
 from trine.views.run_view import RunView
@@ -134,3 +135,17 @@ def test_alerts_end_when_as_many_layers_are_good_again(run_with: Callable[..., P
     ]
     assert layers_on(events) == {"dead": 1, "p95": 1}
     assert layers_on([*events, alert(40, "dead", False, (2,)), alert(41, "x", False, (1,))]) == {"p95": 1}
+
+
+def test_long_files_are_thinned_and_of_events_that_is_told(
+    run_with: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "MOST_EVENTS", 10)
+    folder = run_with(events=[{"kind": "spike", "step": step} for step in range(1, 10)])
+    run = RunView(folder)
+    assert len(event_rows(run)) == 9 and not any("one line in" in note for note in run.notes())
+    with open(folder / "events.jsonl", "a") as file:
+        file.writelines(f'{{"kind": "spike", "step": {step}}}\n' for step in range(10, 30))
+    rows = event_rows(run)
+    assert len(rows) <= 11 and rows[0].step == 29
+    assert "events.jsonl: so long that only one line in 4 is shown." in run.notes()

@@ -22,9 +22,12 @@ RUN_FORMAT = 1
 """Newest format_version of ``run.json`` that is read."""
 MOST_RECORDS = 4096
 """Lines of a file that are kept in memory; of longer files every second, fourth, … one, and always the last."""
+MOST_EVENTS = 16_384
+"""The same of ``events.jsonl``, where an alert that has lost its end would seem to be on."""
 _LONGEST_LINE = 1 << 20
 _LONGEST_FILE = 1 << 24  # of what is read whole
 _PIECE = 1 << 20
+_EVENTS = "events.jsonl"
 _MOST_A_LOOK = 1 << 26  # bytes of a file read at once; the rest follows at the next look
 
 Record = Mapping[str, Any]
@@ -34,7 +37,7 @@ class JsonLines:
     """Follows a file of one JSON object a line; reads only what was added since the last look.
 
     A torn last line waits for its end; other lines that are no JSON objects are counted in ``bad``; ``why``
-    says what ``keep`` found wrong last.
+    says what ``keep`` found wrong last. One line in ``stride`` is kept.
 
     Args:
         path: the file.
@@ -49,7 +52,7 @@ class JsonLines:
     def _forget(self) -> None:
         self.bad, self.why = 0, ""
         self._identity: tuple[int, int] | None = None
-        self._at, self._rest, self._seen, self._stride = 0, b"", 0, 1
+        self._at, self._rest, self._seen, self.stride = 0, b"", 0, 1
         self._kept: list[Any] = []
         self._last: Any = None
         self._long = False
@@ -101,10 +104,10 @@ class JsonLines:
             self.bad, self.why = self.bad + 1, plain(error)
             return
         self._last = found
-        if self._seen % self._stride == 0:
+        if self._seen % self.stride == 0:
             self._kept.append(found)
             if len(self._kept) > self.most:
-                self._kept, self._stride = self._kept[::2], self._stride * 2
+                self._kept, self.stride = self._kept[::2], self.stride * 2
         self._seen += 1
 
 
@@ -155,6 +158,8 @@ class RunView:
             found += [self._evaluation[2]] if self._evaluation is not None else []
             found += [plain(note) for note in self._reader.notes] if self._reader is not None else []
             for name, lines in self._lines.items():
+                if name == _EVENTS and lines.stride > 1:
+                    found.append(f"{name}: so long that only one line in {lines.stride} is shown.")
                 if lines.bad:
                     why = f" ({lines.why})" if lines.why else ""
                     found.append(f"{name}: {lines.bad} damaged line{'s' if lines.bad > 1 else ''} left out{why}.")
@@ -190,7 +195,8 @@ class RunView:
         if Path(name).name != name or name in ("", ".", ".."):
             raise ValueError(f"name: found {name!r}, need a file's name")
         with self._lock:
-            return self._lines.setdefault(name, JsonLines(self.path / name)).read()
+            most = MOST_EVENTS if name == _EVENTS else MOST_RECORDS
+            return self._lines.setdefault(name, JsonLines(self.path / name, most)).read()
 
     def records(self) -> list[Record]:
         """``metrics.jsonl``: one `trine.train.metrics.StepRecord` a step; only those with a whole step number."""
@@ -198,7 +204,7 @@ class RunView:
 
     def events(self) -> list[Record]:
         """``events.jsonl``."""
-        return self.lines("events.jsonl")
+        return self.lines(_EVENTS)
 
     def evaluation(self) -> dict[str, Any]:
         """``eval.json``; empty when there is none (yet) or it cannot be read."""
