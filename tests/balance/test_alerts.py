@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trine.balance.alerts import DEFAULT_RULES, Alert, Alerts, Rule, Signals
+from trine.balance.alerts import DEFAULT_RULES, LOGIT_RANGE, Alert, Alerts, Rule, Signals, rules_for
 from trine.balance.record_format import Frame, HostWindow
 from trine.balance.summary import Summaries
 
@@ -204,3 +204,10 @@ def test_it_never_reads_a_device() -> None:
     before = torch.get_rng_state()
     Feed()(skewed(3))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_biases_on_logits_may_range_wider() -> None:
+    assert rules_for("sigmoid") == DEFAULT_RULES
+    changed = [(one, other) for one, other in zip(rules_for("logit"), DEFAULT_RULES, strict=True) if one != other]
+    assert [(one.name, one.above, one.below) for one, _ in changed] == [("bias_range", LOGIT_RANGE, 0.9 * LOGIT_RANGE)]
+    assert np.float32(1.0) - np.float32(np.exp(-LOGIT_RANGE - 1.0)) == np.float32(1.0)  # a score that is 1 in fp32

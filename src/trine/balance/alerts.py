@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from trine.balance.record_format import Array, Frame
+from trine.config import ScoreDomain
 
 _MEMORY = 0.9  # share of the old value that the running mean of sign flips keeps
 _NAMED = 8  # layers that an alert names
@@ -59,11 +60,25 @@ DEFAULT_RULES = (
     Rule("stale", "steps since the bias last came from its controller", 4, 1),
     Rule("bias_mismatch", "ranks whose bias differs from the first one's", 0, 0, calm=1),
 )
-"""The rules of moe-qb.md section 6. Reasons for the levels: a bias that follows the noise of each batch turns back two
+"""What a run watches. Reasons for the levels: a bias that follows the noise of each batch turns back two
 times out of three, an overshooting one always (`sign_flip_rate`); absolute biases are stable up to a lag of 4 steps; a
-range of the bias above 1 means that sigmoid scores alone can no longer win against it (raise it for logits); MaxVio
+range of the bias above 1 means that sigmoid scores alone can no longer win against it (see `rules_for`); MaxVio
 below 0.2 costs nothing worth a word, however low the floor of a large batch is. The patience of 20 steps lets a fresh
 run find its balance."""
+
+
+LOGIT_RANGE = 17.0
+"""Range of a bias on logits above which fp32 cannot tell a score from 0 or 1 at one end of it: e^-17 is 2^-24.5."""
+
+
+def rules_for(score_domain: ScoreDomain) -> tuple[Rule, ...]:
+    """`DEFAULT_RULES`, with a range of the bias that fits what it is added to: "sigmoid" scores or "logit"."""
+    if score_domain == "sigmoid":
+        return DEFAULT_RULES
+    return tuple(
+        replace(rule, above=LOGIT_RANGE, below=0.9 * LOGIT_RANGE) if rule.name == "bias_range" else rule
+        for rule in DEFAULT_RULES
+    )
 
 
 @dataclass(frozen=True)

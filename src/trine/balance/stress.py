@@ -22,7 +22,7 @@ MAX_VIOLATIONS = (0.0, 0.2, 1.0, 4.0)
 """Even, and the sweep that expert-parallel kernels are measured with in public (vLLM #57598)."""
 _FLOORS = 2.0  # balanced: MaxVio within so many sampling floors
 _HELD = 3  # steps in a row
-_FEATURES = 64  # of the synthetic tokens, moe-qb.md section 1.9
+_FEATURES = 64  # of the synthetic tokens
 
 
 def forced_loads(tokens: int, experts: int, k: int, max_violation: float, hot: int = 1) -> Tensor:
@@ -194,9 +194,8 @@ class Recovery:
 class SkewedScores:
     """A router that does not learn: sigmoid scores of fresh tokens, with one offset that gives a MaxVio asked for.
 
-    Logits are x W / sqrt(features) + offset, x and W normal (moe-qb.md section 1.9). Without a bias, the offset of the
-    first expert is set by bisection so that the first batch has that MaxVio; 0 asks for no offset and keeps what the
-    weights give.
+    Logits are x W / sqrt(features) + offset, x and W normal. Without a bias, the offset of the first expert is set by
+    bisection so that the first batch has that MaxVio; 0 asks for no offset and keeps what the weights give.
 
     Raises:
         ValueError: see `forced_loads`; or a MaxVio below what the weights alone give.

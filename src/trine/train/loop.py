@@ -15,6 +15,7 @@ import torch
 
 from trine._log import logger
 from trine.balance import close_policy, install_policy
+from trine.balance.alerts import rules_for
 from trine.config import to_dict
 from trine.data import Batch, DataError, Shards, prepare
 from trine.data._files import write_atomically
@@ -344,7 +345,8 @@ def _callbacks(
     if config.recorder:
         webhook = os.environ.get("TRINE_WEBHOOK", "")  # not in the configuration: such addresses often are secrets
         top_k, port = config.model_config().top_k, config.prometheus
-        shown.append(RecordBalance(path, top_k, webhook=webhook, prometheus=port))
+        rules = rules_for(config.balance.score_domain)
+        shown.append(RecordBalance(path, top_k, rules=rules, webhook=webhook, prometheus=port))
     # A spike is looked at before its step could be saved.
     guard = SpikeGuard(rollback=config.on_spike == "rollback")
     return [WriteMetrics(), *shown, guard, SaveEvery(config.checkpoint_every), *more]
