@@ -361,7 +361,7 @@ def required_chart(frame: Frame, layer: int | None, top_k: int) -> Chart:
 def rank_chart(frame: Frame, layer: int | None, top_k: int, ranks: int, recorded: int) -> Chart:
     """Load of expert-parallel ranks, each with a row of neighbouring experts: of a layer, or of each the fullest."""
     layers, experts = frame.loads_LE.shape
-    title = f"Load of {ranks} expert-parallel ranks, {when(frame)}"
+    title = f"Load of {ranks} ranks, {when(frame)}"
     if ranks < 2 or experts % ranks:
         why = "One rank holds all experts: there is nothing to compare." if ranks < 2 else ""
         return nothing("ranks", title, why or f"{experts} experts cannot be dealt out evenly to {ranks} ranks.")
@@ -379,7 +379,7 @@ def rank_chart(frame: Frame, layer: int | None, top_k: int, ranks: int, recorded
     if layer is not None:
         numbers = np.arange(ranks)
         return Chart(
-            "ranks", f"{title}, layer {layer}", Axis("rank", whole=True), y,
+            "ranks", f"Load of {ranks} ranks, layer {layer}, {when(frame)}", Axis("rank", whole=True), y,
             bars=(Bars("load", numbers, relative_LR[layer], "blue"),),
             marks=(Mark(float(floor_L[layer]), "fullest by chance", "y"), Mark(1.2, "alert", "y", "red", "dot")),
             notes=note,
@@ -480,7 +480,7 @@ _TITLES = {
     "heat": "Load of every expert",
     "layer": "Load by layer",
     "required": "Required bias",
-    "ranks": "Load of expert-parallel ranks",
+    "ranks": "Load of ranks",
     "percentiles": "Percentiles of load over steps",
     "max-vio": "MaxVio over steps",
     "dead": "Dead experts over steps",

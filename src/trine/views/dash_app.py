@@ -278,8 +278,8 @@ def _alerts(runs: Runs, sides: list[int]) -> list[Any]:
         if not rows:
             found.append(html.Section([head, html.P("None so far.")], className="alerts"))
             continue
-        columns = html.Tr([html.Th(one, scope="col") for one in ("Step", "Rule", "", "What")])
-        table = html.Table([html.Thead(columns), html.Tbody(rows)])
+        columns = html.Tr([html.Th(one, scope="col") for one in ("Step", "Rule", "State", "What")])
+        table = html.Table([html.Thead(columns), html.Tbody(rows)], className="alertlist")
         box = html.Div(table, className="tablebox", tabIndex="0", role="region", **{"aria-label": f"Alerts of {name}"})
         found.append(html.Section([head, box], className="alerts"))
     return found
@@ -456,13 +456,11 @@ def _drawing(app: Any, runs: Runs) -> None:
         page, sides = _page_of(path), _sides(runs, first, second)
         values = dict(zip(_CHOICES, choices, strict=True))
         touched = {one["prop_id"].split(".")[0] for one in ctx.triggered}
-        kinds = (
-            {"step"}
-            if touched <= {"step", "what", "order", "ranks"}
-            else {"time"}
-            if touched == {"expert"}
-            else {"step", "time"}
-        )
+        kinds = {"step", "time"}
+        if touched <= {"step", "what", "order", "ranks"}:
+            kinds = {"step"}
+        elif touched == {"expert"}:
+            kinds = {"time"}
         charts = _all_charts(runs, page, sides, values, kinds)
         drawn = {(one.key, i): (one, sides[i]) for i, side in enumerate(charts) for one in side}
         places = [(one["id"]["key"], one["id"]["side"]) for one in ctx.outputs_list[0]]

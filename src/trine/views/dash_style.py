@@ -68,6 +68,9 @@ th, td { text-align:left; padding:4px 10px 4px 0; border-bottom:1px solid var(--
   overflow-wrap:anywhere; }
 th { color:var(--soft); font-weight:600; position:sticky; top:0; background:var(--card); }
 td.number { font-variant-numeric:tabular-nums; white-space:nowrap; }
+table.alertlist td:nth-child(-n+3), th { white-space:nowrap; overflow-wrap:normal; }
+table.alertlist { min-width:520px; }
+header:has(nav a[aria-current=page]:not([href='/'])) ~ .controls .balance-only { display:none; }
 .on { color:var(--bad); font-weight:650; } .off { color:var(--good); }
 .js-plotly-plot image, .js-plotly-plot .imagelayer image { image-rendering:pixelated; }
 .modebar { display:none !important; }

@@ -1,0 +1,252 @@
+"""The dashboard in headless Chromium, with every address but this machine's own shut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trine.balance.record_format import FILE_NAME
+from trine.balance.recorder import Recorder
+from trine.balance.window import Window
+from trine.views import dash_app
+from trine.views.demo import DemoSize, Loads, write_demo
+
+pytestmark = pytest.mark.browser
+
+SIZE = DemoSize(layers=4, experts=32, top_k=2, steps=40, keep=40, tokens=2048, ranks=4)
+HOSTILE = "<img src=x onerror=document.title='taken'>"
+NAMED = {"button", "link", "slider", "checkbox", "radio", "combobox", "textbox", "searchbox", "spinbutton", "img"}
+
+# WCAG 2.2, 1.4.3: contrast of what is written with the nearest ground that is painted behind it.
+CONTRAST = """
+() => {
+  const light = c => { const f = c.map(v => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+    return 0.2126 * f[0] + 0.7152 * f[1] + 0.0722 * f[2]; };
+  const rgb = s => { const m = s.match(/[\\d.]+/g); return m ? m.map(Number) : [0, 0, 0, 0]; };
+  const poor = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const one = walk.currentNode.parentElement, text = walk.currentNode.textContent.trim();
+    if (!text || !one.checkVisibility({visibilityProperty: true}) || ['SCRIPT', 'STYLE', 'NOSCRIPT'].includes(one.tagName)) continue;
+    const style = getComputedStyle(one), svg = one instanceof SVGElement;
+    const ink = rgb(svg ? style.fill : style.color);
+    let ground = [255, 255, 255];
+    for (let at = one; at; at = at.parentElement) {
+      const c = rgb(getComputedStyle(at).backgroundColor);
+      if (c.length < 4 || c[3] > 0.99) { if (c.length >= 3) { ground = c; break; } }
+    }
+    const [a, b] = [light(ink), light(ground)].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05), size = parseFloat(style.fontSize);
+    if (ratio < (size >= 24 ? 3 : 4.5)) poor.push(text.slice(0, 40) + ' ' + ratio.toFixed(2));
+  }
+  return poor;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "run"
+    write_demo(folder, SIZE, "run", "quantile")
+    return folder
+
+
+@pytest.fixture
+def served(made: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    for name in ("alpha", "beta", "gamma"):
+        shutil.copytree(made, tmp_path / "runs" / name)
+    server = dash_app.serve(
+        dash_app.build([tmp_path / "runs" / "alpha", tmp_path / "runs"], every=0.25), "127.0.0.1", 0
+    )
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.port}", tmp_path / "runs" / "alpha"
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+        found = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+class Opened:
+    """A page, what it asked for elsewhere, and what it complained of."""
+
+    def __init__(self, browser: Any, address: str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
+        self.context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme, accept_downloads=True
+        )
+        self.elsewhere: list[str] = []
+        self.errors: list[str] = []
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(60_000)
+
+        def only_here(route: Any) -> None:
+            if route.request.url.startswith((address, "data:", "blob:")):
+                route.continue_()
+            else:
+                self.elsewhere.append(route.request.url)
+                route.abort()
+
+        self.page.route("**/*", only_here)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
+
+    def wait(self, condition: str) -> None:
+        """Until an expression is true. Not Playwright's own way: that needs eval, which the page's policy forbids."""
+        for _ in range(600):
+            if self.page.evaluate(condition):
+                return
+            self.page.wait_for_timeout(100)
+        raise AssertionError(f"never came true: {condition}; the page says: {self.page.inner_text('body')[:2000]}")
+
+    def goto(self, address: str, figures: int = 1) -> Any:
+        self.page.goto(address)
+        self.wait(f"document.querySelectorAll('.js-plotly-plot .main-svg').length >= {figures}")
+        return self.page
+
+    def done(self) -> None:
+        assert self.elsewhere == [] and self.errors == []
+        self.context.close()
+
+
+def test_it_loads_without_a_network_and_the_slider_moves_by_keys(browser: Any, served: tuple[str, Path]) -> None:
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0], 16)
+    assert page.title() == "Trine" and page.locator("h1").inner_text() == "Balance: alpha"
+    page.locator("#step").focus()
+    page.keyboard.press("ArrowLeft")
+    opened.wait("document.body.innerText.includes('Load of every expert, step 39')")
+    assert page.locator("#step-text").inner_text() == "step 39 of 40"
+    assert not page.locator("#follow input").is_checked()  # looking at the past is not following
+    page.keyboard.press("Home")
+    opened.wait("document.body.innerText.includes('Load of every expert, step 1')")
+    opened.done()
+
+
+def test_pressing_the_heatmap_zooms_to_a_layer_and_follows_the_expert(browser: Any, served: tuple[str, Path]) -> None:
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0], 16)
+    box = page.locator(".figure").first.locator(".nsewdrag").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 5.5 / 32, box["y"] + box["height"] * 2.5 / 4)
+    page.wait_for_timeout(300)
+    page.mouse.down()
+    page.mouse.up()
+    opened.wait("document.body.innerText.includes('Load of the experts of layer 2')")
+    opened.wait("document.body.innerText.includes('expert 5')")
+    assert page.locator("#layer").inner_text().strip() == "layer 2"
+    opened.done()
+
+
+def test_a_live_run_grows_and_its_alert_fires(browser: Any, served: tuple[str, Path]) -> None:
+    address, run = served
+    opened = Opened(browser, address)
+    page = opened.goto(address, 16)
+    loads = Loads(SIZE)
+    sizes = {"layers": SIZE.layers, "experts": SIZE.experts, "top_k": SIZE.top_k, "ranks": SIZE.ranks}
+    recorder = Recorder(run / FILE_NAME, **sizes, keep=SIZE.keep)
+    for step in (41, 42):
+        recorder.record(step, Window(**{name: torch.from_numpy(one) for name, one in loads.step(step).items()}))
+    recorder.close()
+    with open(run / "events.jsonl", "a") as file:
+        event = {"kind": "balance_alert", "step": 42, "rule": "max_vio", "begins": True, "count": 1, "text": HOSTILE}
+        file.write(json.dumps(event) + "\n")
+    opened.wait("document.querySelector('#live').innerText === 'newest step 42'")
+    opened.wait("document.body.innerText.includes('Load of every expert, step 42')")
+    row = page.locator("table.alertlist tbody tr").first
+    opened.wait("document.querySelector('table.alertlist tbody tr').innerText.includes('42')")
+    assert "begins, still on" in row.inner_text() and HOSTILE in row.inner_text()
+    assert page.title() == "Trine"  # the text was not taken for markup
+    shutil.rmtree(run)
+    opened.wait("document.body.innerText.includes('does not exist (any more)')")
+    opened.done()
+
+
+def test_two_runs_beside_each_other_and_every_page(browser: Any, served: tuple[str, Path]) -> None:
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0], 16)
+    page.locator("#run-b").click()
+    page.get_by_text("gamma", exact=True).click()
+    opened.wait("document.querySelectorAll('.js-plotly-plot').length === 16")
+    assert page.locator("h1").inner_text() == "Balance: alpha beside gamma"
+    for name in ("Depth", "Gates", "Training"):
+        page.get_by_role("navigation").get_by_text(name).click()
+        opened.wait(f"document.querySelector('h1').innerText.startsWith('{name}')")
+        opened.wait("document.querySelectorAll('.js-plotly-plot').length > 0")
+    assert not page.locator("#layer").is_visible()
+    page.go_back()
+    opened.wait("document.querySelector('h1').innerText.startsWith('Gates')")
+    opened.done()
+
+
+def test_figures_are_saved_from_the_page(browser: Any, served: tuple[str, Path], tmp_path: Path) -> None:
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0], 16)
+    for kind, begins in (("PNG", b"\x89PNG"), ("SVG", b"<?xml"), ("CSV", b"series,step")):
+        with page.expect_download() as download:
+            page.get_by_role("link", name=re.compile(f"^MaxVio over steps as {kind}")).click()
+        download.value.save_as(tmp_path / "saved")
+        assert (tmp_path / "saved").read_bytes().startswith(begins)
+    opened.done()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_reads_well(browser: Any, served: tuple[str, Path], width: int, scheme: str) -> None:
+    opened = Opened(browser, served[0], width=width, scheme=scheme)
+    page = opened.goto(served[0], 16)
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(CONTRAST) == []
+    if width == 1280:
+        page.locator("#theme-button").click()
+        other = "dark" if scheme == "light" else "light"
+        opened.wait(f"document.documentElement.dataset.theme === '{other}'")
+        page.wait_for_timeout(1500)
+        assert page.evaluate(CONTRAST) == []
+    opened.done()
+
+
+def test_everything_has_a_name_and_can_be_reached_by_keys(browser: Any, served: tuple[str, Path]) -> None:
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0], 16)
+    nodes = opened.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+    shown = [one for one in nodes if not one.get("ignored") and one.get("role", {}).get("value") in NAMED]
+    assert len(shown) > 30
+    assert [one for one in shown if not one.get("name", {}).get("value", "").strip()] == []
+    assert page.evaluate("document.documentElement.lang") == "en"
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map(one => one.id)")
+    assert len(ids) == len(set(ids))
+    levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map(one => Number(one.tagName[1]))")
+    assert levels.count(1) == 1 and levels[0] == 1 and max(levels) == 2
+    assert all(page.locator(one).count() == 1 for one in ("header", "nav", "main", "footer"))
+    reached = []
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate(
+            "(() => { const one = document.activeElement, style = getComputedStyle(one), "
+            "box = one.closest('label, .dash-dropdown, [id]') || one; "
+            "return [one.id || one.name || one.innerText.slice(0, 20), style.outlineStyle !== 'none' || "
+            "style.boxShadow !== 'none' || getComputedStyle(box).outlineStyle !== 'none']; })()"
+        ))  # fmt: skip
+    names = [name for name, _ in reached]
+    assert names[0].startswith("Skip to") and "step" in names and "theme-button" in names and "run-a" in names
+    assert [name for name, seen in reached if not seen] == []
+    opened.done()
