@@ -56,6 +56,17 @@ def test_the_bound_stands_in_its_bin(run_with: Callable[..., Path], looked: Call
     assert (39.5, "1") in chart.x.ticks and chart.x.ticks[0] == (-0.5, "1e-05")
 
 
+def test_one_layer_with_all_in_a_bin_leaves_no_other_dark(
+    run_with: Callable[..., Path], looked: Callable[..., Line]
+) -> None:
+    line = looked(5)
+    even = [0.02] * 48
+    line["gates"] = [{**line["gates"][0], "layer": i, "histogram": even} for i in range(12)]
+    line["gates"][3] = {**line["gates"][3], "histogram": [0.0] * 47 + [1.0]}
+    heatmap = by_key(RunView(run_with(probes=[line])))["gates-histogram"].heatmap
+    assert heatmap is not None and heatmap.high == pytest.approx(2, rel=1e-5)
+
+
 def test_memory_and_shares_over_steps(run_with: Callable[..., Path], looked: Callable[..., Line]) -> None:
     first, last = looked(0), looked(8)
     last["gates"][0] |= {"memory": [[1, 10, 100], [3, 30, 300]], "at_g_min": [0.25, 0.75], "at_zero": [0.5, None]}

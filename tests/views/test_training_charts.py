@@ -12,7 +12,6 @@ import pytest
 from trine.balance.alerts import Alert
 from trine.views import run_view
 from trine.views.chart import Chart
-from trine.views.run_series import running_median
 from trine.views.run_view import RunView
 from trine.views.training_charts import TITLES, alert_rows, charts, event_rows, layers_on
 
@@ -85,12 +84,6 @@ def test_what_is_not_there_is_said(run_with: Callable[..., Path]) -> None:
     nothing = {"bits_per_byte": None, "grad_norm": None, "lr": "fast", "tokens_per_s": None, "loss": None}
     found = by_key(RunView(run_with("nulls", metrics=[metric(step, **nothing) for step in (1, 2)])))
     assert {key for key, chart in found.items() if chart.empty} == set(TITLES) - {"training-loss"}
-
-
-def test_a_median_runs_over_gaps() -> None:
-    values = np.array([1.0, 9.0, np.nan, 3.0, 4.0])
-    assert running_median(values, 3).tolist() == [5.0, 5.0, 6.0, 3.5, 3.5]
-    assert np.isnan(running_median(np.full(4, np.nan), 3)).all() and running_median(values[:0], 5).size == 0
 
 
 def test_events_are_sentences_newest_first(run_with: Callable[..., Path]) -> None:

@@ -163,6 +163,7 @@ class _Collected:
         self._metrics = metrics
 
     def collect(self) -> Sequence[Any]:
+        """What the registry asks for."""
         return self._metrics
 
 

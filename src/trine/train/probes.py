@@ -236,6 +236,7 @@ class _Eye:
         self.openness: list[Record] = []
 
     def watch(self, model: Model) -> list[Any]:
+        """Hang the hooks; whoever calls takes them off again."""
         hooks: list[Any] = []
         for name, module in model.residual.named_modules():
             if isinstance(module, DepthMix):
@@ -300,6 +301,7 @@ class _Eye:
         return hook
 
     def record(self) -> Record:
+        """What was seen, JSON-ready."""
         flat_LN = torch.stack([gram.flatten() for gram in self.grams])
         # A gram of zeros (all tokens alike) is like nothing, as `trine.evals.portrait.cka` has it.
         norm_L = flat_LN.norm(dim=1)

@@ -102,15 +102,17 @@ def histogram(probe: Probe) -> Chart:
     ticks = tuple(((one - edges[0]) * each - 0.5, f"{10.0**one:g}") for one in decades)
     bounds = sorted({gate.g_min for gate in probe.gates if gate.g_min is not None})
     known = rows_LB[np.isfinite(rows_LB)]
+    # Of many layers one that has everything in a bin would leave the others dark.
+    most = float(np.quantile(known, 0.995) if len(rows_LB) > 8 and known.size else known.max(initial=0.0))
     return Chart(
         key,
         TITLES[key],
         x=Axis("-g", "nats a token", ticks=ticks),
         y=Axis("KDA layer", ticks=thin_ticks([str(gate.layer) for gate in probe.gates]), down=True),
-        heatmap=Heatmap(rows_LB, "share of the gates", 0.0, max(1.0, float(known.max(initial=0.0))), unit="%"),
+        heatmap=Heatmap(rows_LB, "share of the gates", 0.0, max(1.0, most), unit="%"),
         marks=[Mark((np.log10(-b) - edges[0]) * each - 0.5, f"g_min = {b:g}", colour="red") for b in bounds],
         notes=[probe_note(probe), "The outermost bins also hold what lies beyond them."],
-        height=min(1.8, 0.7 + len(rows_LB) / 40),
+        height=min(1.4, 0.7 + len(rows_LB) / 60),
     )
 
 
