@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tempfile
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
-from trine._options import Usage, parse
+from trine._options import dispatch, parse
 from trine.config import SourceShare
 
 HELP = """\
@@ -78,15 +77,7 @@ class Preview:
 
 def main(args: list[str]) -> int:
     """Run one `trine data` command line."""
-    verb, rest = (args[0], args[1:]) if args else ("", [])
-    if verb in ("-h", "--help", "help"):
-        print(HELP, end="")
-        return 0
-    if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; need one of {', '.join(VERBS)}"
-        raise Usage(f"found {verb or 'nothing'!r}, which is no verb of trine data{hint}")
-    return VERBS[verb](rest)
+    return dispatch("data", VERBS, HELP, args)
 
 
 def _add(args: list[str]) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -346,3 +347,20 @@ def _in_our_words(message: str) -> str:
     except ValueError as error:
         return str(error)
     return message
+
+
+def dispatch(name: str, verbs: Mapping[str, Callable[[list[str]], int]], text: str, args: list[str]) -> int:
+    """Run the verb that ``args`` begins with, of ``trine NAME VERB``; ``text`` is what --help prints.
+
+    Raises:
+        Usage: no such verb.
+    """
+    verb, rest = (args[0], args[1:]) if args else ("", [])
+    if verb in ("-h", "--help", "help"):
+        print(text, end="")
+        return 0
+    if verb not in verbs:
+        near = difflib.get_close_matches(verb, verbs, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; need one of {', '.join(verbs)}"
+        raise Usage(f"found {verb or 'nothing'!r}, which is no verb of trine {name}{hint}")
+    return verbs[verb](rest)

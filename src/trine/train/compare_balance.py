@@ -32,11 +32,11 @@ from trine.ops.router.auxiliary import LoadPressure, relative_loads
 from trine.train import machine
 from trine.train.compare_config import ARMS, CompareConfig, arm_balance
 from trine.train.config import EvalConfig, TrainConfig, train_preset
-from trine.train.errors import Interrupted, RunError
-from trine.train.loop import choose_device, open_data, stage_plans, stored_batches, train
+from trine.train.errors import RunError
+from trine.train.loop import choose_device, open_data, stage_plans, stored_batches
 from trine.train.schedule import lay_out
 from trine.train.stored import load_run
-from trine.train.study import alone, link_data, spread
+from trine.train.study import alone, spread, train_arm
 from trine.train.study_jobs import Job, run_side_by_side
 
 if TYPE_CHECKING:
@@ -264,15 +264,7 @@ def _one_run(config: CompareConfig, arm: str, seed: int, folder: Path, console: 
     """Train one arm with one seed, measure it, and write its ``result.json``."""
     run = folder / f"{arm}-{seed}"
     wanted = _run_config(config, arm, seed, folder)
-    wanted = dataclasses.replace(wanted, resume=(run / "run.json").exists())
-    if not (run / "data").exists():
-        link_data(folder / "data", run / "data")
-    try:
-        train(wanted, console)
-    except Interrupted as error:
-        again = "go on with the same `trine balance compare` command"
-        raise Interrupted(f"{str(error).partition(';')[0]}; {again}") from None
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = train_arm(wanted, folder / "data", console, "trine balance compare")
     stored = load_run(run, device=choose_device(wanted.device))
     shards = Shards.open(run / "data")
     plan = lay_out(wanted.stages, wanted.tokens)

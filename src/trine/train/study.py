@@ -229,15 +229,8 @@ def _one_run(
     """Train one arm with one seed, measure it, and write its ``result.json``."""
     run = folder / f"{arm}-{seed}"
     wanted = _run_config(config, arm, seed, folder, plan["tokens"])
-    wanted = dataclasses.replace(wanted, resume=(run / "run.json").exists())
-    if not (run / "data").exists():
-        link_data(folder / "data", run / "data")
     began = time.perf_counter()
-    try:
-        train(wanted, console)
-    except Interrupted as error:
-        raise Interrupted(f"{str(error).partition(';')[0]}; go on with the same `trine study` command") from None
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = train_arm(wanted, folder / "data", console, "trine study")
     seconds = sum(line["seconds"] for line in lines)
     stored = load_run(run, device=choose_device(wanted.device))
     result = {
@@ -254,6 +247,22 @@ def _one_run(
         "in_all_seconds": round(time.perf_counter() - began, 1),
     }
     _write(run / "result.json", result)
+
+
+def train_arm(config: TrainConfig, data: Path, console: Console | None, again: str) -> list[dict[str, Any]]:
+    """Train one run of a study on data that all its runs share, or go on with it; returns the lines of its metrics.
+
+    Raises:
+        Interrupted: saying that the command ``again`` goes on.
+    """
+    run = Path(config.runs) / config.run
+    if not (run / "data").exists():
+        link_data(data, run / "data")
+    try:
+        train(dataclasses.replace(config, resume=(run / "run.json").exists()), console)
+    except Interrupted as error:
+        raise Interrupted(f"{str(error).partition(';')[0]}; go on with the same `{again}` command") from None
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def measure(model: Model, shards: Shards, longest: int, task_tokens: int) -> dict[str, Any]:
