@@ -25,9 +25,15 @@ def test_a_demo_fills_both_pages(tmp_path: Path, layers: int, steps: int) -> Non
     assert np.allclose(np.diag(last.cka), 1) and (tmp_path / "probes.jsonl").stat().st_size < 4e6
     for module in (depth_charts, gate_charts):
         assert not any(chart.empty for chart in module.charts(run))
-    first = (tmp_path / "probes.jsonl").read_bytes()
-    demo_probes.write(tmp_path, steps, 3)
-    assert (tmp_path / "probes.jsonl").read_bytes() == first
+
+
+def test_the_same_seed_makes_the_same_demo(tmp_path: Path) -> None:
+    made = []
+    for seed in (3, 3, 4):
+        (tmp_path / "run.json").write_text(json.dumps({"format_version": 1, "model": {"layers": 3}}))
+        demo_probes.write(tmp_path, 20, seed)
+        made.append((tmp_path / "probes.jsonl").read_bytes())
+    assert made[0] == made[1] != made[2]
 
 
 def test_it_has_the_levels_of_real_looks() -> None:

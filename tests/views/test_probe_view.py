@@ -171,14 +171,17 @@ EVENTS = [
 PLAN = [{"stage": {"length": 8}, "steps": 2, "first_step": 0}, {"stage": {"length": 16}, "steps": 9, "first_step": 2}]
 
 
-def test_damaged_files_never_bring_a_page_down(tmp_path: Path, looked: Callable[..., Line]) -> None:
-    noise = random.Random(11)
+@pytest.mark.parametrize(("seed", "folders"), [(11, 60), pytest.param(12, 1000, marks=pytest.mark.slow)])
+def test_damaged_files_never_bring_a_page_down(
+    tmp_path: Path, looked: Callable[..., Line], seed: int, folders: int
+) -> None:
+    noise = random.Random(seed)
     metrics = [{**METRIC, "step": step, "loss": 4.0 - step / 10} for step in range(1, 9)]
     config = {"config": {"probe_every": 4, "optimizer": {"clip": 1.0}}, "plan": PLAN, "planned_steps": 8}
     record = {"format_version": 1, **config}
     evaluation = {"format_version": 1, "bits_per_byte": 1.5, "baselines": {"gzip": 2.0, "xz": 1.8}}
     probes = [looked(step) for step in (0, 4, 8)]
-    for number in range(150):
+    for number in range(folders):
         folder = tmp_path / str(number)
         folder.mkdir()
         files: dict[str, Any] = {"probes.jsonl": probes, "metrics.jsonl": metrics, "events.jsonl": EVENTS}
