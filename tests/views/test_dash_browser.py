@@ -29,14 +29,16 @@ NAMED = {"button", "link", "slider", "checkbox", "radio", "combobox", "textbox",
 # WCAG 2.2, 1.4.3: contrast of what is written with the nearest ground that is painted behind it.
 CONTRAST = """
 () => {
-  const light = c => { const f = c.map(v => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+  const part = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = c => { const f = c.map(part);
     return 0.2126 * f[0] + 0.7152 * f[1] + 0.0722 * f[2]; };
   const rgb = s => { const m = s.match(/[\\d.]+/g); return m ? m.map(Number) : [0, 0, 0, 0]; };
   const poor = [];
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walk.nextNode()) {
     const one = walk.currentNode.parentElement, text = walk.currentNode.textContent.trim();
-    if (!text || !one.checkVisibility({visibilityProperty: true}) || ['SCRIPT', 'STYLE', 'NOSCRIPT'].includes(one.tagName)) continue;
+    if (!text || ['SCRIPT', 'STYLE', 'NOSCRIPT'].includes(one.tagName)) continue;
+    if (!one.checkVisibility({visibilityProperty: true})) continue;
     const style = getComputedStyle(one), svg = one instanceof SVGElement;
     const ink = rgb(svg ? style.fill : style.color);
     let ground = [255, 255, 255];

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -104,7 +104,7 @@ def _saturation(data: BalanceData) -> Chart:
     title = "Saturated scores of every layer over steps"
     if history is None:
         return nothing("heat", title, data.problem or "Nothing was recorded.", height=1.45, wide=True)
-    steps, share_PL = history.steps, history.of("saturated", 2)
+    steps, share_PL = history.steps, history.of("saturated")
     grid = np.linspace(steps[0], steps[-1], min(len(steps), 400)).round().astype(np.int64)
     at = np.minimum(np.searchsorted(steps, grid), len(steps) - 1)
     places = np.linspace(0, len(grid) - 1, min(6, len(grid))).round().astype(int)
@@ -140,9 +140,9 @@ def layer_chart(frame: Frame, layer: int | None, what: What, order: Order, top_k
     chance = Band("98 % of experts by chance", [-0.5, experts - 0.5], [low] * 2, [high] * 2, "grey", 0.3)
     bars = (Bars("load / mean load", numbers, values_E, "blue", 1.0 if experts > 100 else 0.8),)
     dead = np.flatnonzero(values_E == 0)
-    lines = (Line("without a token", dead, np.zeros(len(dead)), "red", points=True),) if len(dead) else ()
+    lost = [Line("without a token", dead, np.zeros(len(dead)), "red", points=True)] if len(dead) else []
     return Chart(
-        "layer", title, across, Axis("load / mean load", low=0.0), lines=lines, bands=(chance,), bars=bars,
+        "layer", title, across, Axis("load / mean load", low=0.0), lines=lost, bands=(chance,), bars=bars,
         marks=(Mark(1.0, "mean", "y"),), wide=True,
     )  # fmt: skip
 
@@ -180,7 +180,7 @@ def _over_layers(values_PL: Array, how: Literal["mean", "max", "min", "median", 
         return values_PL[:, layer]
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of steps without a figure
-        reduce = {"mean": np.nanmean, "max": np.nanmax, "min": np.nanmin, "median": np.nanmedian, "sum": np.nansum}[how]
+        reduce: Any = getattr(np, f"nan{how}")
         return np.asarray(reduce(values_PL.astype(np.float64), axis=1))
 
 
@@ -224,7 +224,7 @@ def _tokens_of(history: History) -> Array:
 
 def max_vio_chart(history: History, layer: int | None, top_k: int, experts: int) -> Chart:
     """MaxVio, largest load over mean load minus 1, over steps: worst layer, median, and its floor."""
-    value = history.of("max_vio", 2)
+    value = history.of("max_vio")
     _, floor_PL = floors(_tokens_of(history), top_k, experts)
     lines = []
     if layer is None:
@@ -244,7 +244,7 @@ def max_vio_chart(history: History, layer: int | None, top_k: int, experts: int)
 
 def dead_chart(history: History, layer: int | None) -> Chart:
     """Experts that should have got more than 10 tokens since their last, over steps."""
-    count = _over_layers(history.of("dead", 2), "sum", layer)
+    count = _over_layers(history.of("dead"), "sum", layer)
     title = f"Dead experts over steps, {'all layers' if layer is None else f'layer {layer}'}"
     return Chart(
         "dead",
@@ -260,7 +260,7 @@ def dead_chart(history: History, layer: int | None) -> Chart:
 def bias_chart(data: BalanceData, history: History, layer: int | None, follow: int | None = None) -> Chart:
     """Bias trajectories: of the experts of a layer, some of them followed; without a layer the reach of every layer."""
     if layer is None:
-        low_PL, high_PL = history.of("bias_min", 1), history.of("bias_max", 2)
+        low_PL, high_PL = history.of("bias_min"), history.of("bias_max")
         steps = history.steps
         lowest, highest = _over_layers(low_PL, "min", None), _over_layers(high_PL, "max", None)
         middle = (_over_layers(low_PL, "median", None), _over_layers(high_PL, "median", None))

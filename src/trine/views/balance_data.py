@@ -20,15 +20,22 @@ _MOST_FRAMES = 3
 _MOST_CELLS = 1 << 20
 
 
+KEPT = {"p1": 0, "p5": 0, "p50": 0, "p95": 0, "p99": 0, "tokens": 0} | {
+    "max_vio": 2, "dead": 2, "saturated": 2, "bias_min": 1, "bias_max": 2,
+}  # fmt: skip
+"""Columns of `SUMMARY` that figures over steps take; of a point of many steps 0 the mean, 1 the least, 2 the most."""
+_AT_ONCE = 64  # points
+
+
 class History(NamedTuple):
-    """Figures of every layer over steps: ``[P]`` int64 steps, ``[P, 3, L, M]`` fp32 mean, least and largest."""
+    """Figures of every layer over steps: ``[P]`` int64 steps, ``[P, K, L]`` fp32 of `KEPT`."""
 
     steps: Array
     figures: Array
 
-    def of(self, name: str, kind: int = 0) -> Array:
-        """One column of `SUMMARY`, ``[P, L]``; ``kind`` 0 the mean, 1 the least, 2 the largest of a point's steps."""
-        return self.figures[:, kind, :, SUMMARY.index(name)]
+    def of(self, name: str) -> Array:
+        """One column of `KEPT`, ``[P, L]``."""
+        return self.figures[:, list(KEPT).index(name)]
 
 
 class BalanceData:
@@ -109,8 +116,8 @@ class BalanceData:
                 missing = [one for one in wanted if one not in self._summaries]
                 if not missing and self._history is not None and len(self._history.steps) == len(wanted):
                     return self._history
-                if missing:
-                    self._summaries.update(zip(*_summaries(reader, missing), strict=True))
+                for start in range(0, len(missing), _AT_ONCE):
+                    self._summaries.update(_summaries(reader, missing[start : start + _AT_ONCE]))
                 keep = set(wanted)
                 self._summaries = {point: row for point, row in self._summaries.items() if point in keep}
             except RecordError as error:
@@ -120,8 +127,8 @@ class BalanceData:
             if not known:
                 self.problem = self.problem or "No step was recorded yet, or none can be read."
                 return None
-            rows = [np.broadcast_to(self._summaries[one], (3, *self._summaries[one].shape[1:])) for one in known]
-            self._history = History(np.array([one.last for one in known], dtype=np.int64), np.stack(rows))
+            steps = np.array([one.last for one in known], dtype=np.int64)
+            self._history = History(steps, np.stack([self._summaries[one] for one in known]))
             return self._history
 
     def frame(self, step: int | None) -> Frame | None:
@@ -170,10 +177,8 @@ class BalanceData:
             return np.array([one.last for one in rows], dtype=np.int64), np.stack(list(rows.values()))
 
 
-def _summaries(reader: RecorderReader, missing: list[Point]) -> tuple[list[Point], list[Array]]:
-    """Summaries of some points; only what a point of many steps has is kept three times."""
-    wanted = set(missing)
-    points, figures = reader.summaries(chosen=missing)
-    rows = [(point, row if point.tier else row[:1]) for point, row in zip(points, figures, strict=True)]
-    rows = [(point, row.copy()) for point, row in rows if point in wanted]
-    return [point for point, _ in rows], [row for _, row in rows]
+def _summaries(reader: RecorderReader, chosen: list[Point]) -> dict[Point, Array]:
+    """What is kept of the summaries of some points, ``[K, L]`` each."""
+    points, figures = reader.summaries(chosen=chosen)
+    kinds, columns = list(KEPT.values()), [SUMMARY.index(name) for name in KEPT]
+    return {point: row[kinds, :, columns] for point, row in zip(points, figures, strict=True)}

@@ -82,12 +82,10 @@ def _layout(runs: Runs, every: float) -> Any:
         dcc.Store(id="expert"),
         dcc.Store(id="nothing"),
     ]
-    button = html.Button(
-        "Light" if dark else "Dark", id="theme-button", **{"aria-label": "Switch between light and dark"}
-    )
+    button = html.Button("Light" if dark else "Dark", id="theme-button", **_aria(label="Switch between light and dark"))
     newest = f"newest step {span[1]}" if spans else "no step yet"
     right = html.Div([html.Span(newest, id="live", className="live", role="status"), button], className="right")
-    brand, pages = html.Span("Trine", className="brand"), html.Nav(links, id="pages", **{"aria-label": "Pages"})
+    brand, pages = html.Span("Trine", className="brand"), html.Nav(links, id="pages", **_aria(label="Pages"))
     body = [
         html.H1(heading, id="heading"),
         html.Div(_told(runs, sides), id="notes", className="notes"),
@@ -109,6 +107,11 @@ def _layout(runs: Runs, every: float) -> Any:
     )
 
 
+def _aria(**words: str) -> Any:
+    """Attributes for whoever cannot see the page."""
+    return {f"aria-{name}": text for name, text in words.items()}
+
+
 def _told(runs: Runs, sides: list[int]) -> list[Any]:
     notes = [note if len(sides) == 1 else f"{runs.runs[one].name}: {note}" for one in sides for note in runs.notes(one)]
     return [html.P(note) for note in dict.fromkeys(notes)]
@@ -124,11 +127,11 @@ def _page(
     runs: Runs, page: str, sides: list[int], values: dict[str, Any], dark: bool
 ) -> tuple[list[Any], str, list[Any]]:
     """Links to the pages, the heading, and the figures of one page."""
-    links = []
+    links: list[Any] = []
     for name, title in PAGES.items():
         href = "/" if name == "balance" else f"/{name}"
         if name == page:
-            links.append(html.A(title, href=href, **{"aria-current": "page"}))
+            links.append(html.A(title, href=href, **_aria(current="page")))
         else:
             links.append(dcc.Link(title, href=href))
     charts = _all_charts(runs, page, sides, values, {"step", "time"})
@@ -178,7 +181,7 @@ def _controls(options: list[dict[str, Any]], span: tuple[int, int], second: int 
         ],
         className="controls",
         role="region",
-        **{"aria-label": "What is shown"},
+        **_aria(label="What is shown"),
     )  # fmt: skip
 
 
@@ -233,7 +236,7 @@ def _links(page: str, chart: Chart, number: int, view: View) -> list[Any]:
     for kind in FORMATS:
         label = f"{chart.title} as {kind.upper()}"
         href = f"/export/{chart.key}.{kind}?{urlencode(asked)}"
-        links.append(html.A(kind.upper(), href=href, download=f"{chart.key}.{kind}", **{"aria-label": label}))
+        links.append(html.A(kind.upper(), href=href, download=f"{chart.key}.{kind}", **_aria(label=label)))
     return links
 
 
@@ -280,7 +283,7 @@ def _alerts(runs: Runs, sides: list[int]) -> list[Any]:
             continue
         columns = html.Tr([html.Th(one, scope="col") for one in ("Step", "Rule", "State", "What")])
         table = html.Table([html.Thead(columns), html.Tbody(rows)], className="alertlist")
-        box = html.Div(table, className="tablebox", tabIndex="0", role="region", **{"aria-label": f"Alerts of {name}"})
+        box = html.Div(table, className="tablebox", tabIndex="0", role="region", **_aria(label=f"Alerts of {name}"))
         found.append(html.Section([head, box], className="alerts"))
     return found
 
@@ -500,7 +503,8 @@ def _drawing(app: Any, runs: Runs) -> None:
         if _page_of(path) != "balance":
             return told, [], []
         only_step = {one["prop_id"].split(".")[0] for one in ctx.triggered} == {"step"}
-        return told, _tiles(runs, sides, {"step": step, "layer": layer}), no_update if only_step else _alerts(runs, sides)  # fmt: skip
+        tiles = _tiles(runs, sides, {"step": step, "layer": layer})
+        return told, tiles, no_update if only_step else _alerts(runs, sides)
 
 
 # -- addresses -------------------------------------------------------------------------------------------------------

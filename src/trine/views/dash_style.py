@@ -12,6 +12,7 @@ body { margin:0; background:var(--ground); color:var(--ink);
   font:15px/1.45 system-ui,'Segoe UI','DejaVu Sans',sans-serif; }
 a { color:var(--accent); }
 :focus-visible { outline:3px solid var(--accent); outline-offset:2px; border-radius:3px; }
+:root input[type=range]:focus-visible { outline:3px solid var(--accent) !important; outline-offset:2px; }
 .skip { position:absolute; left:-999px; top:0; background:var(--card); padding:8px 12px; z-index:99; }
 .skip:focus { left:8px; }
 header { display:flex; flex-wrap:wrap; gap:6px 22px; align-items:center; padding:8px 20px; background:var(--card);

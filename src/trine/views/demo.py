@@ -2,7 +2,7 @@
 
 Nothing in it was measured. Loads are Poisson counts around popularities that a bias evens out, with a few incidents:
 a layer whose experts die and come back, a change of the data, a bias that overshoots, a router that saturates.
-`python -m trine.views.demo FOLDER` writes it; it takes torch, which is why the dashboard lets a process of its own do it.
+`python -m trine.views.demo FOLDER` writes it, with torch, which is why the dashboard lets a process of its own do it.
 """
 
 from __future__ import annotations
