@@ -47,7 +47,6 @@ def main() -> None:
     def save(page: Any, name: str, full: bool = False) -> None:
         path = options.out / f"dashboard-{name}.png"
         page.screenshot(path=path, full_page=full)
-        shrink(path)
         print(path)
 
     process, address = start(options.demo)
@@ -65,6 +64,8 @@ def main() -> None:
             save(page, "layer", full=True)
             for name in ("Depth", "Gates", "Training"):
                 page.get_by_role("navigation").get_by_text(name).click()
+                while not page.locator("h1").inner_text().startswith(name):
+                    page.wait_for_timeout(100)
                 settle(page)
                 save(page, name.lower())
             page = opened(browser, address, 1440, 1250, "dark")
@@ -92,15 +93,6 @@ def choose(page: Any, control: str, text: str) -> None:
         search.first.fill(text)
     page.locator(".dash-dropdown-content, .dash-options-list").get_by_text(text, exact=True).first.click()
     settle(page)
-
-
-def shrink(path: Path) -> None:
-    """256 colours are enough for a picture in a page of text."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        small = image.convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-    small.save(path, optimize=True)
 
 
 if __name__ == "__main__":
