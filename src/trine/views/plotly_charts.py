@@ -133,6 +133,8 @@ def _axis(axis: Axis, ink: str, grid: str) -> dict[str, Any]:
     if axis.ticks:
         places = [place for place, _ in axis.ticks]
         found |= {"tickmode": "array", "tickvals": places, "ticktext": [html.escape(text) for _, text in axis.ticks]}
+        # costs a second layout of the figure, so only where words need the room
+        found["automargin"] = max(len(text) for _, text in axis.ticks) > 5
     elif axis.whole:
         found |= {"tickformat": "d"}
     low, high = axis.low, axis.high
