@@ -324,6 +324,15 @@ def test_the_verb_binds_to_this_machine_and_makes_up_a_token_elsewhere(
             _dash_verb.main(args, seen.append)
 
 
+def test_a_demo_replaces_demos_only(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="something else than a demo"):
+        write_demo(tmp_path.parent, SIZE, "x", "none")
+    other = tmp_path / "demo"
+    shutil.copytree(made, other)
+    write_demo(other, DemoSize(layers=1, experts=8, top_k=1, steps=2, tokens=64, ranks=1), "x", "none")
+    assert Runs([other]).span(0) == (1, 2)
+
+
 # -- fuzz ------------------------------------------------------------------------------------------------------------
 
 

@@ -152,6 +152,9 @@ def write_demo(folder: Path, size: DemoSize, name: str, policy: str, pause: floa
 
     Returns:
         Seconds it took.
+
+    Raises:
+        ValueError: something else than a demo lies there.
     """
     import torch
 
@@ -162,7 +165,7 @@ def write_demo(folder: Path, size: DemoSize, name: str, policy: str, pause: floa
 
     torch.set_num_threads(1)
     begun = time.perf_counter()
-    shutil.rmtree(folder, ignore_errors=True)
+    _clear(folder)
     folder.mkdir(parents=True)
     write_atomically(folder / "run.json", json.dumps(_run_json(size, name, policy), indent=2).encode())
     random = np.random.default_rng(size.seed)
@@ -189,7 +192,7 @@ def write_demo(folder: Path, size: DemoSize, name: str, policy: str, pause: floa
             record = training_record(number, size, window["loads_LE"], random)
             if record["stage"] != stage:
                 stage = record["stage"]
-                event("stage", step=number, stage=stage, length=8192 * 4**stage)
+                event("stage", step=number, stage=stage, length=8192 * 4**stage, step_tokens=size.tokens)
             metrics.write(json.dumps(record) + "\n")
             metrics.flush()
             recorder.record(number, Window(**{key: torch.from_numpy(one) for key, one in window.items()}))
@@ -206,6 +209,19 @@ def write_demo(folder: Path, size: DemoSize, name: str, policy: str, pause: floa
     return seconds
 
 
+def _clear(folder: Path) -> None:
+    """Remove a demo that lies there, and nothing else."""
+    if not folder.exists():
+        return
+    try:
+        found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if any(folder.iterdir()) and not (isinstance(found, dict) and found.get("demo")):
+        raise ValueError(f"{folder}: found something else than a demo, need an empty or absent folder")
+    shutil.rmtree(folder)
+
+
 def _run_json(size: DemoSize, name: str, policy: str) -> dict[str, Any]:
     model = {"preset": "demo", "layers": size.layers, "experts": size.experts, "experts_per_token": size.top_k}
     return {
@@ -213,6 +229,9 @@ def _run_json(size: DemoSize, name: str, policy: str) -> dict[str, Any]:
         "name": name,
         "demo": "synthesised, nothing in it was measured",
         "config": {"steps": size.steps, "policy": policy},
+        "plan": [
+            {"first_step": -(-stage * size.steps // 3) or 1, "stage": {"length": 8192 * 4**stage}} for stage in range(3)
+        ],
         "model": model,
     }
 
