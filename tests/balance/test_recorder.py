@@ -124,6 +124,25 @@ def test_resumed_steps_replace_the_old_ones(tmp_path: Path) -> None:
         assert reader.arrays(116 + 20).loads_LE[0, 0] == 2 * 136
 
 
+@pytest.mark.parametrize("back_to", [20, 100, 119, 120])
+def test_a_run_goes_on_from_the_end_of_a_block_that_was_already_made(tmp_path: Path, back_to: int) -> None:
+    path = tmp_path / "r"
+    record(path, range(1, 123))
+    before = [row for row in rows(path) if row[2] <= back_to]
+    recorder = Recorder(path, **SIZES, depth=1000)
+    recorder.forget_after(back_to)
+    for step in range(back_to + 1, 142):
+        recorder.record(step, window_of(step))
+    assert recorder.flush()
+    recorder.close()
+    found = rows(path)
+    assert [row[1] for row in found if row[0] == 0] == list(range(1, 142))
+    assert [row[1:] for row in found if row[0] == 1] == [(first, first + 9, 10) for first in range(1, 141, 10)]
+    assert [row for row in found if row[2] <= back_to] == before
+    with RecorderReader(path) as reader:
+        assert reader.counts()["written"] == 141 - back_to and reader.counts()["failed"] == 0
+
+
 def test_going_back_to_the_start_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "r"
     record(path, range(1, 30))

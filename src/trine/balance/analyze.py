@@ -206,7 +206,7 @@ def _from_numpy(path: Path) -> tuple[Array | None, Array]:
 
 def _from_csv(path: Path) -> tuple[Array | None, Array]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin UTF-8 with a mark
             rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error

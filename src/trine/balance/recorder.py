@@ -303,7 +303,9 @@ class Recorder:
         many = tier > 0
         arrays, self._precision[many] = pack_to_fit(frame, self._precision[many])
         row = (tier, frame.first, frame.last, frame.steps, pack_summary(frame.summary_KLM), arrays)
-        database.execute("INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?)", row)
+        # A run that goes back to the last step of a block and on from there makes the block's frame once more.
+        verb = "INSERT OR REPLACE" if many else "INSERT"
+        database.execute(f"{verb} INTO frames VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def _complete(self, database: sqlite3.Connection, step: int) -> None:
         """Before the first step of a new block of ten (hundred, …): make one frame of the block before it."""
