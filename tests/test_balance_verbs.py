@@ -50,20 +50,27 @@ def test_help_lists_the_verbs_and_each_has_its_own(balance: Run) -> None:
     assert balance()[0] == 2
 
 
-def test_analyze(balance: Run, tmp_path: Path) -> None:
+def test_analyze(balance: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = np.random.default_rng(0).multinomial(8000, np.r_[0.3, np.full(7, 0.1)], size=(30, 2))
     np.save(tmp_path / "loads.npy", loads)
     code, out, _ = balance("analyze", "loads.npy", "--ranks", "4")
     assert code == 0
     for part in (
         "loads.npy: steps 1 to 30, 8 experts",
-        "uneven, lasting",
+        "lasting",
+        "1.40 (0.0",
         "0 (2.40)",
         "Experts are uneven in layers 0, 1: MaxVio 1.4",
         "Ranks are uneven in layers 0, 1: the fullest of 4 ranks has 1.6",
         "Alert max_vio would have begun at step 20",
     ):
         assert part in out, out
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = balance("analyze", "loads.npy", "--ranks", "4")[1]
+    table = narrow[: narrow.index("Experts are uneven")]
+    assert "1.40 (0.0" in table and "lasting" in table and max(map(len, table.splitlines())) <= 80
+    (tmp_path / "runs" / "named").mkdir(parents=True)
+    assert "balance.sqlite" in balance("analyze", "named")[2]  # a run by its name
     code, out, _ = balance("analyze", "loads.npy", "--json", "--last", "5")
     found = json.loads(out)
     assert code == 0 and found["first"] == 26 and found["layers"][1]["uneven"] and found["verdict"]
@@ -72,8 +79,8 @@ def test_analyze(balance: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("analyze", "absent.npy"), "trine balance: absent.npy: no such file"),
-        (("analyze", "absent"), "need a run's folder, .npy, .npz or .csv"),
+        (("analyze", "absent.npy"), "trine balance: absent.npy: no such run or file"),
+        (("analyze", "absent"), "trine balance: absent: no such run or file"),
         (("analyze", "."), "balance.sqlite: cannot be read"),
         (("stress", "--k", "90"), "k: found 90, need 1 <= k <= 64"),
         (("stress", "--max-vio", "100"), "max_violation: found 100.0, need 0 to 15"),
@@ -103,7 +110,15 @@ def test_serve_prints_its_address_and_answers_until_interrupted(tmp_path: Path) 
     key.write_bytes(b"0123456789abcdef")
     key.chmod(0o600)
     command = [sys.executable, "-m", "trine.cli", "balance", "serve", "--key", str(key)]
-    service = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    # A shell's background jobs are started with interrupts ignored, and hand that on.
+    service = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert service.stdout is not None
     line = service.stdout.readline()
     assert line.startswith("balance service at 127.0.0.1:"), line

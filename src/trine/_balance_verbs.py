@@ -33,8 +33,9 @@ Policy = Literal["qb", "sign", "load_quantile", "freeze"]
 class Analyze:
     """Is there imbalance in saved loads, does it last, is it of experts or of ranks, which alert would have begun.
 
-    LOADS is a run's folder or its recorder's file; .npy or .npz with [steps, layers, experts] or [steps, experts] token
-    counts; or .csv with a row a step and a column an expert, or the columns step, layer, expert, load.
+    LOADS is a run (a folder, or a name inside runs/) or its recorder's file; .npy or .npz with [steps, layers, experts]
+    or [steps, experts] token counts; or .csv with a row a step and a column an expert, or the columns step, layer,
+    expert, load.
     """
 
     loads: Annotated[Positional[str], tyro.conf.arg(metavar="LOADS")]
@@ -91,7 +92,9 @@ def _analyze(args: list[str]) -> int:
     from trine.balance.analyze import analyze, read_loads
     from trine.views.balance import analysis_table
 
-    found = analyze(read_loads(options.loads, options.last), options.ranks)
+    named = Path("runs") / options.loads
+    loads = named if named.is_dir() and not Path(options.loads).exists() else options.loads
+    found = analyze(read_loads(loads, options.last), options.ranks)
     if options.json:
         print(json.dumps(found.to_json()))
         return 0

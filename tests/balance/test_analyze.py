@@ -171,7 +171,7 @@ def _write(path: Path, value: object) -> None:
         ("a.csv", b"step,expert,load\n1,2000000000,4\n", "need at most 2**28"),
         ("a.csv", b"\xff\xfe", "cannot be read"),
         ("a.txt", b"1", "found a file of kind '.txt', need a run's folder, .npy, .npz or .csv"),
-        ("b.npy", None, "no such file"),
+        ("b.npy", None, "no such run or file"),
         ("b.sqlite", b"nonsense", "b.sqlite"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -306,6 +307,20 @@ def service(path: Path) -> Iterator[str]:
     thread.start()
     assert ready.wait(30)
     yield where[0]
+
+
+def test_a_socket_that_an_ended_service_left_is_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with service(path) as address:
+        assert address == f"unix:{path}"
+        with pytest.raises(OSError, match="found a service that listens there, need another path"):
+            serve(str(path), KEY, on_ready=lambda at: None)
+    (tmp_path / "text").write_text("precious")
+    with pytest.raises(OSError, match="found something that is no socket"):
+        serve(str(tmp_path / "text"), KEY, on_ready=lambda at: None)
+    assert (tmp_path / "text").read_text() == "precious"
 
 
 def test_a_running_service(balancing: Callable[..., AsyncBalancing], tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_another_policy_or_dial_is_another_plan(config: TrainConfig) -> None:
     plan = dataclasses.replace(config, balance=POLICIES["sign"], tokens=256, run="one")
     train(plan)
     for balance, message in (
-        (BalanceConfig(), "balance.policy: found None, the stored run has 'sign'"),
+        (BalanceConfig(), "balance.policy: found 'qb', the stored run has 'sign'"),
         (BalanceConfig(policy="sign"), "balance.sign_step: found 0.001, the stored run has 0.01"),
         (BalanceConfig(policy="aux"), "balance.aux_weight: found 0.01, the stored run has None"),
     ):

@@ -154,10 +154,10 @@ def read_loads(path: str | Path, last: int = LAST_STEPS) -> Loads:
         raise ValueError(f"last: found {last}, need at least 1")
     if path.is_dir() or path.suffix == ".sqlite":
         return _from_recorder(path, last)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such run or file")
     if path.suffix not in (".npy", ".npz", ".csv"):
         raise ValueError(f"{path}: found a file of kind {path.suffix!r}, need a run's folder, .npy, .npz or .csv")
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
     steps_S, loads = _from_csv(path) if path.suffix == ".csv" else _from_numpy(path)
     loads_SLE = _checked(path, loads)
     if steps_S is None:

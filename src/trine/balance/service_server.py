@@ -9,6 +9,8 @@ import contextlib
 import json
 import os
 import select
+import socket
+import stat
 import sys
 import threading
 import time
@@ -98,7 +100,8 @@ def serve(
     """Listen and answer until the process ends; with ``owned`` until the first trainer hangs up.
 
     Args:
-        address: a path, which must be free, or ("127.0.0.1", port), 0 taking any port.
+        address: a path, at which no other service listens (a socket that an ended one left is removed), or
+            ("127.0.0.1", port), 0 taking any port.
         key: what both sides must know.
         on_ready: told the address once connections are taken.
         owned: serve one trainer, then return.
@@ -108,6 +111,7 @@ def serve(
         OSError: the address is in use or cannot be bound.
     """
     if isinstance(address, str):
+        _remove_left(address)
         # only the owner may connect, whatever the umask; the key would refuse others anyway
         before = os.umask(0o177)
         try:
@@ -125,6 +129,26 @@ def serve(
                 threading.Thread(target=_converse, args=(connection, key, max_bytes), daemon=True).start()
             elif _converse(connection, key, max_bytes):
                 return
+
+
+def _remove_left(path: str) -> None:
+    """Remove a socket at which nobody listens any more.
+
+    Raises:
+        OSError: somebody does, or the path is something else.
+    """
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise OSError(f"{path}: found something that is no socket, need a free path")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise OSError(f"{path}: found a service that listens there, need another path")
 
 
 def _converse(connection: Connection, key: bytes, max_bytes: int) -> bool:

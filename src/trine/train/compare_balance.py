@@ -286,7 +286,7 @@ def _one_run(config: CompareConfig, arm: str, seed: int, folder: Path, console: 
         "bits_per_byte": bits.bits_per_byte if bits.bits_per_byte is not None else bits.bits_per_byte_all,
         "floor": floor,
         "max_vio": statistics.median(late),
-        "max_vio_p95": late[int(0.95 * (len(late) - 1))],
+        "max_vio_p95": late[math.ceil(0.95 * len(late)) - 1],
         "dead": sum(line["dead_experts"] > 0 for line in lines[SETTLED:]) / max(1, len(lines[SETTLED:])),
         "steps_to_balance": steps_to_balance(max_vios, floor),
         "cosine": interference(stored.model, [batch.to(choose_device(wanted.device)) for batch in batches]),

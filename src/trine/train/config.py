@@ -540,5 +540,6 @@ def first_difference(wanted: TrainConfig, stored: TrainConfig) -> str | None:
     here, there = trajectory(wanted), trajectory(stored)
     for key in sorted(here.keys() | there.keys()):
         if here.get(key) != there.get(key):
-            return f"{key}: found {here.get(key)!r}, the stored run has {there.get(key)!r}"
+            found, has = (values.get(key, _LATER.get(key)) for values in (here, there))
+            return f"{key}: found {found!r}, the stored run has {has!r}"
     return None

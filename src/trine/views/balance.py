@@ -11,31 +11,41 @@ if TYPE_CHECKING:
     from trine.balance.analyze import Analysis
     from trine.balance.stress import Recovery, Timing
 
-_WORDS = {"": "even", "lasting": "uneven, lasting", "drifting": "uneven, drifting", "changing": "uneven, changing"}
-
 
 def analysis_table(analysis: Analysis) -> Table:
-    """One row a layer: what is found beside what chance gives."""
+    """One row a layer: what is found, and in brackets what chance gives; all but the hottest experts in 80 columns."""
     from rich.table import Table
 
     steps = f"step{'s' if analysis.steps > 1 else ''} {analysis.first}"
     steps += f" to {analysis.last}" if analysis.steps > 1 else ""
-    table = Table(title=f"{analysis.source}: {steps}, {analysis.experts} experts")
+    table = Table(title=f"{analysis.source}: {steps}, {analysis.experts} experts", box=None, padding=(0, 1, 0, 0))
     several = analysis.ranks > 1
-    for column in ("layer", "experts", "MaxVio", "by chance", "CV", "by chance", "P5", "P95", "dead", "same next step"):
-        table.add_column(column, justify="left" if column == "experts" else "right")
-    table.add_column("hottest")
+    table.add_column("layer", justify="right", min_width=5)
+    table.add_column("uneven", min_width=8)
+    for heading, width in (
+        ("MaxVio (chance)", 11),
+        ("CV (chance)", 11),
+        ("P5 to P95", 12),
+        ("dead", 4),
+        ("next step", 5),
+    ):
+        table.add_column(heading, justify="right", min_width=width)
     if several:
-        table.add_column(f"fullest of {analysis.ranks} ranks", justify="right")
-        table.add_column("by chance", justify="right")
+        table.add_column(f"fullest of {analysis.ranks} ranks", justify="right", min_width=11)
+    table.add_column("hottest", no_wrap=True)
     for one in analysis.layers:
-        same = f"{one.correlation[1]:.2f}" if 1 in one.correlation else "-"
-        hottest = ", ".join(f"{expert} ({load:.2f})" for expert, load in one.hottest)
-        state = _WORDS.get(one.lasts, "uneven") if one.uneven else "even"
-        numbers = [one.max_vio, one.max_vio_floor, one.cv, one.cv_floor, one.p5, one.p95]
-        row = [str(one.layer), state, *(f"{number:.3f}" for number in numbers), str(one.dead), same, hottest]
+        row = [
+            str(one.layer),
+            (one.lasts or "yes") if one.uneven else "no",
+            f"{one.max_vio:.2f} ({one.max_vio_floor:.2f})",
+            f"{one.cv:.2f} ({one.cv_floor:.2f})",
+            f"{one.p5:.2f} to {one.p95:.2f}",
+            str(one.dead),
+            f"{one.correlation[1]:.2f}" if 1 in one.correlation else "-",
+        ]
         if several:
-            row += [f"{one.rank_overload:.3f}", f"{1 + one.rank_floor:.3f}"]
+            row.append(f"{one.rank_overload:.2f} ({1 + one.rank_floor:.2f})")
+        row.append(", ".join(f"{expert} ({load:.2f})" for expert, load in one.hottest))
         table.add_row(*row, style="yellow" if one.uneven or one.uneven_ranks or one.dead else None)
     return table
 
@@ -61,7 +71,7 @@ def recovery_table(recoveries: Sequence[Recovery], title: str) -> Table:
     shown = [0, 1, 2, 5, 10, 20, 40, 80]
     longest = max((len(one.path) for one in recoveries), default=1)
     shown = [step for step in shown if step < longest]
-    table.add_column("policy")
+    table.add_column("policy", min_width=max((len(one.policy) for one in recoveries), default=0))
     for column in ("MaxVio", *(f"after {step}" for step in shown), "by chance", "steps to twice that"):
         table.add_column(column, justify="right")
     for one in recoveries:
