@@ -13,7 +13,26 @@ from trine.balance.window import Window
 from trine.ops.router import COUNTERS, RouterStats
 
 
-class LoadPolicy:
+class Memoryless:
+    """State of a policy whose only memory is the bias, which `RouterStats` keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back nothing.
+
+        Raises:
+            ValueError: the state is another policy's.
+        """
+        if state:
+            raise ValueError(
+                f"state: found {sorted(state)}, need an empty one: {type(self).__name__} remembers nothing"
+            )
+
+
+class LoadPolicy(Memoryless):
     """A policy that decides by loads; without `move` it leaves the bias as it is.
 
     Args:
@@ -45,21 +64,6 @@ class LoadPolicy:
             window: a copy of what it holds.
             live_L: see `live_layers`; the other layers keep their bias.
         """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the bias is all the memory it has, and `RouterStats` keeps that."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back nothing.
-
-        Raises:
-            ValueError: the state is another policy's.
-        """
-        if state:
-            raise ValueError(
-                f"state: found {sorted(state)}, need an empty one: {type(self).__name__} remembers nothing"
-            )
 
 
 def reduce_loads(stats: RouterStats, group: dist.ProcessGroup | None = None) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from trine.balance.load_policy import Memoryless
 from trine.balance.saturation import SaturationWarning
 from trine.balance.window import Window, reduce_counts
 from trine.ops.router import RouterStats
@@ -18,7 +16,7 @@ LEAST_GAIN = 0.25
 NEAR, FAR = 1.5, 3.0  # times the floor of the load's coefficient of variation: least gain up to NEAR, 1 from FAR on
 
 
-class QuantileBalancing:
+class QuantileBalancing(Memoryless):
     """Quantile Balancing as the report has it (K3 report, arXiv 2607.24653, section 2.3.3 and appendix D).
 
     The bias of each expert becomes the k/E quantile of its required biases over all tokens of the step, on all ranks:
@@ -92,19 +90,6 @@ class QuantileBalancing:
     def settings(self) -> dict[str, int | float | bool]:
         """Keyword arguments that make the same policy in another process, JSON-ready."""
         return {"k": self.k, "ema": self.ema, "adaptive_gain": self.adaptive_gain}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the bias is all the memory it has, and `RouterStats` keeps that."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back nothing.
-
-        Raises:
-            ValueError: the state is another policy's.
-        """
-        if state:
-            raise ValueError(f"state: found {sorted(state)}, need an empty one: QuantileBalancing remembers nothing")
 
 
 def load_gain(loads_LE: Tensor) -> Tensor:

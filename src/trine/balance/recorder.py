@@ -74,6 +74,7 @@ class _Staged:
         self.arrived: Any = None
 
     def read(self) -> HostWindow:
+        """The window's arrays, once they are there; waits for the copy, so never call it from training."""
         if self.buffer is None:
             return HostWindow.of(self.window)
         self.arrived.synchronize()
@@ -100,6 +101,7 @@ class _Staging:
         self._free: deque[Tensor] = deque()
 
     def take(self, step: int, window: Window) -> _Staged:
+        """Begin to copy a window; returns at once."""
         staged = _Staged(step, window)
         if not window.loads_LE.is_cuda:
             return staged
@@ -120,6 +122,7 @@ class _Staging:
         return staged
 
     def give_back(self, staged: _Staged) -> None:
+        """Its buffer may be filled again."""
         # Copies into one buffer follow one another on the stream, so one that is still under way does no harm.
         if staged.buffer is not None:
             self._free.append(staged.buffer)

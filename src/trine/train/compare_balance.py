@@ -25,7 +25,6 @@ from trine.balance import sampling_floor
 from trine.balance.load_policy import LoadPolicy
 from trine.balance.policies import install_policy
 from trine.data import Batch, Shards
-from trine.data._files import write_atomically
 from trine.evals.bits import held_out_bits
 from trine.model import Model
 from trine.ops.router.auxiliary import LoadPressure, relative_loads
@@ -36,7 +35,7 @@ from trine.train.errors import RunError
 from trine.train.loop import choose_device, open_data, stage_plans, stored_batches
 from trine.train.schedule import lay_out
 from trine.train.stored import load_run
-from trine.train.study import alone, spread, train_arm
+from trine.train.study import alone, result_path, spread, train_arm, training_figures, write_result
 from trine.train.study_jobs import Job, run_side_by_side
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def run_compare(config: CompareConfig, console: Console | None = None) -> dict[s
     say = console.print if console is not None else lambda text: logger.info(text)
     with alone(folder):  # of several commands in one folder, the first one plans and makes the data
         plan = _planned(config, folder)
-        missing = [run for run in config.runs() if not _result(folder, *run).exists()]
+        missing = [run for run in config.runs() if not result_path(folder, *run).exists()]
         if missing and not (folder / "data" / "manifest.json").exists():
             open_data(_run_config(config, *missing[0], folder), folder / "data")
     if jobs > 1 and len(missing) > 1:
@@ -96,7 +95,7 @@ def run_compare(config: CompareConfig, console: Console | None = None) -> dict[s
 def gather(config: CompareConfig, plan: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """All results in the folder as ``compare.json``, which is written there."""
     every = [(arm, seed) for arm in ARMS for seed in range(config.seeds)]
-    paths = {run: _result(folder, *run) for run in every}
+    paths = {run: result_path(folder, *run) for run in every}
     results = [json.loads(path.read_text(encoding="utf-8")) for path in paths.values() if path.exists()]
     found = {
         "format_version": FORMAT_VERSION,
@@ -106,7 +105,7 @@ def gather(config: CompareConfig, plan: Mapping[str, Any], folder: Path) -> dict
         "missing": [f"{arm}-{seed}" for (arm, seed), path in paths.items() if not path.exists()],
     }
     with alone(folder):
-        _write(folder / "compare.json", found)
+        write_result(folder / "compare.json", found)
     return found
 
 
@@ -225,7 +224,7 @@ def _planned(config: CompareConfig, folder: Path) -> dict[str, Any]:
         "versions": machine.versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    _write(path, plan)
+    write_result(path, plan)
     return plan
 
 
@@ -274,15 +273,10 @@ def _one_run(config: CompareConfig, arm: str, seed: int, folder: Path, console: 
     late = sorted(max_vios[SETTLED:] or max_vios)
     tokens = lines[-1]["tokens"] // lines[-1]["step"]
     floor = sampling_floor(tokens, stored.model.config.top_k, stored.model.config.experts).max_violation
-    seconds = sum(line["seconds"] for line in lines)
     result = {
         "arm": arm,
         "seed": seed,
-        "steps": lines[-1]["step"],
-        "tokens": lines[-1]["tokens"],
-        "seconds": seconds,
-        "tokens_per_s": lines[-1]["tokens"] / seconds,
-        "loss": statistics.fmean(line["loss"] for line in lines[-20:] if line["loss"] is not None),
+        **training_figures(lines, last=20),
         "bits_per_byte": bits.bits_per_byte if bits.bits_per_byte is not None else bits.bits_per_byte_all,
         "floor": floor,
         "max_vio": statistics.median(late),
@@ -294,12 +288,4 @@ def _one_run(config: CompareConfig, arm: str, seed: int, folder: Path, console: 
         "max_vios": [round(value, 4) for value in max_vios],
         "threads": threads,
     }
-    _write(run / "result.json", result)
-
-
-def _result(folder: Path, arm: str, seed: int) -> Path:
-    return folder / f"{arm}-{seed}" / "result.json"
-
-
-def _write(path: Path, value: Mapping[str, Any]) -> None:
-    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
+    write_result(run / "result.json", result)

@@ -64,7 +64,7 @@ def run_study(config: StudyConfig, console: Console | None = None) -> dict[str, 
     say = console.print if console is not None else lambda text: logger.info(text)
     with alone(folder):  # of several commands in one folder, the first one plans and makes the data
         plan = _planned(config, folder, say, jobs)
-        missing = [run for run in chosen_runs(config) if not _result(folder, *run).exists()]
+        missing = [run for run in chosen_runs(config) if not result_path(folder, *run).exists()]
         if missing and not (folder / "data" / "manifest.json").exists():
             open_data(_run_config(config, *missing[0], folder, plan["tokens"]), folder / "data")
     if jobs > 1 and len(missing) > 1:
@@ -79,7 +79,7 @@ def run_study(config: StudyConfig, console: Console | None = None) -> dict[str, 
 def gather(config: StudyConfig, plan: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """All results in the folder as ``study.json``, which is written there."""
     every = [(arm, seed) for seed in range(config.seeds) for arm in ARMS]
-    paths = {run: _result(folder, *run) for run in every}
+    paths = {run: result_path(folder, *run) for run in every}
     results = [json.loads(path.read_text(encoding="utf-8")) for path in paths.values() if path.exists()]
     found = {
         "format_version": FORMAT_VERSION,
@@ -89,7 +89,7 @@ def gather(config: StudyConfig, plan: Mapping[str, Any], folder: Path) -> dict[s
         "missing": [f"{arm}-{seed}" for (arm, seed), path in paths.items() if not path.exists()],
     }
     with alone(folder):
-        _write(folder / "study.json", found)
+        write_result(folder / "study.json", found)
     return found
 
 
@@ -109,7 +109,8 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _result(folder: Path, arm: str, seed: int) -> Path:
+def result_path(folder: Path, arm: str, seed: int) -> Path:
+    """Where a run of a study leaves what it found, when it is done."""
     return folder / f"{arm}-{seed}" / "result.json"
 
 
@@ -168,7 +169,7 @@ def _planned(config: StudyConfig, folder: Path, say: Any, jobs: int = 1) -> dict
         "versions": machine.versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    _write(path, plan)
+    write_result(path, plan)
     return plan
 
 
@@ -231,22 +232,17 @@ def _one_run(
     wanted = _run_config(config, arm, seed, folder, plan["tokens"])
     began = time.perf_counter()
     lines = train_arm(wanted, folder / "data", console, "trine study")
-    seconds = sum(line["seconds"] for line in lines)
     stored = load_run(run, device=choose_device(wanted.device))
     result = {
         "arm": arm,
         "seed": seed,
-        "steps": lines[-1]["step"],
-        "tokens": lines[-1]["tokens"],
-        "seconds": seconds,
-        "tokens_per_s": lines[-1]["tokens"] / seconds,
-        "loss": statistics.fmean(line["loss"] for line in lines[-10:] if line["loss"] is not None),
+        **training_figures(lines, last=10),
         "seconds_by_stage": _by_stage(lines),
         **measure(stored.model, Shards.open(run / "data"), config.longest, TASK_TOKENS),
         "threads": threads,
         "in_all_seconds": round(time.perf_counter() - began, 1),
     }
-    _write(run / "result.json", result)
+    write_result(run / "result.json", result)
 
 
 def train_arm(config: TrainConfig, data: Path, console: Console | None, again: str) -> list[dict[str, Any]]:
@@ -263,6 +259,18 @@ def train_arm(config: TrainConfig, data: Path, console: Console | None, again: s
     except Interrupted as error:
         raise Interrupted(f"{str(error).partition(';')[0]}; go on with the same `{again}` command") from None
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def training_figures(lines: Sequence[Mapping[str, Any]], last: int) -> dict[str, Any]:
+    """Steps, tokens, seconds, speed, and the mean loss of the ``last`` steps, from the lines of a run's metrics."""
+    tokens, seconds = lines[-1]["tokens"], sum(line["seconds"] for line in lines)
+    return {
+        "steps": lines[-1]["step"],
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "loss": statistics.fmean(line["loss"] for line in lines[-last:] if line["loss"] is not None),
+    }
 
 
 def measure(model: Model, shards: Shards, longest: int, task_tokens: int) -> dict[str, Any]:
@@ -314,5 +322,6 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _write(path: Path, value: Mapping[str, Any]) -> None:
+def write_result(path: Path, value: Mapping[str, Any]) -> None:
+    """As JSON, whole or not at all."""
     write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())

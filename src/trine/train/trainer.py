@@ -106,12 +106,10 @@ class Trainer:
         self._writer = Writer(folder.checkpoints, keep) if folder is not None and background else None
         watch_heads(model, self.config.qk_clip)
         self._device = next(model.parameters()).device
-        self._workers: Workers | None = None
         parallel = workers > 1 and self._device.type == "cpu" and not self.optimizers.has_masters
-        if parallel and isinstance(model, Model):
-            self._workers = Workers(model, workers)
+        self._workers = Workers(model, workers) if parallel and isinstance(model, Model) else None
         self._signal: int | None = None
-        self._window: dict[str, Any] | None = None  # router statistics and random numbers at the window's beginning
+        self._window_start: dict[str, Any] | None = None  # router statistics and random numbers at its beginning
 
     # -- the router's statistics -------------------------------------------------------------------------------------
 
@@ -139,7 +137,7 @@ class Trainer:
         before, step_tokens = self.plan.tokens_before(self.step), sum(batch.tokens_T.numel() for batch in batches)
         self.optimizers.set_factor(self.schedule.factor(before, span.stage.step_tokens))
         weight = sum(supervised_weight(batch) for batch in batches)
-        self._window = self._volatile_state()
+        self._window_start = self._volatile_state()
         for observer in self._observers():
             observer.zero_()
         losses = self._accumulate(batches, weight)
@@ -159,7 +157,7 @@ class Trainer:
             self.event("qk_clip", step=self.step + 1, heads=[asdict(one) for one in clipped])
         max_vio, dead, percentiles = load_figures(self._close_window(updated))
         self.optimizers.zero_grad()
-        self._window = None
+        self._window_start = None
         self.step += 1
         self.non_finite_in_row = 0 if finite else self.non_finite_in_row + 1
         seconds = time.perf_counter() - began
@@ -395,8 +393,8 @@ class Trainer:
     def abandon_window(self) -> None:
         """Go back to the beginning of an accumulation window that was left half-way."""
         self.optimizers.zero_grad()
-        if self._window is not None:
-            window, self._window = self._window, None
+        if self._window_start is not None:
+            window, self._window_start = self._window_start, None
             self._restore_volatile(window)
 
     def event(self, kind: str, **details: Any) -> None:
@@ -458,7 +456,7 @@ class Trainer:
         if bad is not None:
             self.event("non_finite", step=self.step, tensor=bad)
             raise NumericStop(f"step {self.step}: {self._unsavable(bad)}")
-        volatile = self._window or self._volatile_state()
+        volatile = self._window_start or self._volatile_state()
         balancer = {} if self.balancer is None else self.balancer.state_dict()
         other = {f"router/{name}": tensor for name, tensor in volatile["router"].items()}
         other |= {f"balancer/{name}": value for name, value in balancer.items() if isinstance(value, Tensor)}

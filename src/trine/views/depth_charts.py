@@ -8,17 +8,7 @@ import numpy as np
 
 from trine.views.chart import Axis, Band, Chart, Colour, Heatmap, Line, nothing
 from trine.views.probe_view import Probe
-from trine.views.run_series import (
-    STEPS,
-    Array,
-    mean,
-    no_probes,
-    probe_at,
-    probe_note,
-    stage_marks,
-    step_marks,
-    thin_ticks,
-)
+from trine.views.run_series import Array, chart_over_steps, mean, probe_note, probe_page, steps_of, thin_ticks
 from trine.views.run_view import RunView
 
 TITLES = {
@@ -43,19 +33,19 @@ def charts(run: RunView, step: int | None = None) -> list[Chart]:
         run: the run.
         step: what was seen last at or before it; None takes the newest.
     """
-    probes = run.probes()
-    now = probe_at(probes, step)
-    if now is None:
-        why = no_probes(run)
-        return [nothing(key, title, why) for key, title in TITLES.items()]
-    return [
-        mix_weights(now),
-        reading(probes, run, step),
-        similarity(now),
-        homogeneity(probes, run, step),
-        activations(now, probes[0]),
-        maxima(probes, run, step),
-    ]
+    return probe_page(
+        run,
+        step,
+        TITLES,
+        lambda probes, now: [
+            mix_weights(now),
+            reading(probes, run, step),
+            similarity(now),
+            homogeneity(probes, run, step),
+            activations(now, probes[0]),
+            maxima(probes, run, step),
+        ],
+    )
 
 
 def mix_weights(probe: Probe) -> Chart:
@@ -85,7 +75,7 @@ def mix_weights(probe: Probe) -> Chart:
 def reading(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
     """Weight on the embedding, on the newest source and on those between, mean over all sites, over steps."""
     key = "depth-reading"
-    x = _steps(probes)
+    x = steps_of(probes)
     shares_3S = np.full((3, len(probes)), np.nan)
     for i, probe in enumerate(probes):
         rows = [row for row in probe.weights if len(row) > 1]
@@ -97,15 +87,10 @@ def reading(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
     names: tuple[tuple[str, Colour], ...] = (
         ("the embedding", "blue"), ("the newest source", "orange"), ("those between", "green")
     )  # fmt: skip
-    return Chart(
-        key,
-        TITLES[key],
-        x=STEPS,
-        y=Axis("share of the weight", low=0, high=1),
-        lines=[Line(name, x, row, colour) for (name, colour), row in zip(names, shares_3S, strict=True)],
-        marks=[*stage_marks(run), *step_marks(step)],
-        notes=["Mean over all sublayers that have a choice. Queries begin at zero: every source has the same weight."],
-    )
+    lines = [Line(name, x, row, colour) for (name, colour), row in zip(names, shares_3S, strict=True)]
+    note = "Mean over all sublayers that have a choice. Queries begin at zero: every source has the same weight."
+    axis = Axis("share of the weight", low=0, high=1)
+    return chart_over_steps(key, TITLES[key], run, step, axis, lines, notes=[note])
 
 
 def similarity(probe: Probe) -> Chart:
@@ -129,7 +114,7 @@ def similarity(probe: Probe) -> Chart:
 def homogeneity(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
     """Over steps: how alike two layers are, a layer and the next, and two tokens of one layer."""
     key = "depth-homogeneity"
-    x = _steps(probes)
+    x = steps_of(probes)
     pairs = np.array([mean(one.cka[~np.eye(len(one.cka), dtype=bool)]) for one in probes])
     after = np.array([mean(one.next_alike) for one in probes])
     head = np.array([float(one.tokens_alike[-1]) if one.tokens_alike.size else np.nan for one in probes])
@@ -139,18 +124,18 @@ def homogeneity(probes: Sequence[Probe], run: RunView, step: int | None) -> Char
     )
     if all(np.isnan(one).all() for one in (pairs, after, head)):
         return nothing(key, TITLES[key], _missing(probes[-1], "layers", "The likeness of layers was not recorded."))
-    return Chart(
+    return chart_over_steps(
         key,
         TITLES[key],
-        x=STEPS,
-        y=Axis("likeness"),
+        run,
+        step,
+        Axis("likeness"),
         bands=[Band("two tokens, least and most of any layer", x, low, high, "red", 0.15)],
         lines=[
             Line("two layers: CKA, mean of all pairs", x, pairs, "blue"),
             Line("a token and itself one layer on: cosine", x, after, "orange"),
             Line("two tokens, as the head reads them: cosine", x, head, "red"),
         ],
-        marks=[*stage_marks(run), *step_marks(step)],
         notes=["Curves that climb to 1 mean that layers do the same, or that all tokens become one."],
     )
 
@@ -181,7 +166,7 @@ def activations(now: Probe, first: Probe) -> Chart:
 def maxima(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
     """Largest magnitude of any layer over steps, and the largest root mean square."""
     key = "depth-maxima"
-    x = _steps(probes)
+    x = steps_of(probes)
     lines = []
     for part, name, colour in _PARTS:
         for dash, kind in (("solid", "largest"), ("dot", "rms")) if part == "stream" else (("solid", "largest"),):
@@ -191,15 +176,9 @@ def maxima(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
                 lines.append(Line(said, x, y, colour, dash))  # type: ignore[arg-type]
     if not lines:
         return nothing(key, TITLES[key], _missing(probes[-1], "activations", "Activations were not recorded."))
-    return Chart(
-        key,
-        TITLES[key],
-        x=STEPS,
-        y=Axis("magnitude, largest of all layers", log=True),
-        lines=lines,
-        marks=[*stage_marks(run), *step_marks(step)],
-        notes=["A largest value that leaves its root mean square far behind is an outlier channel or token."],
-    )
+    axis = Axis("magnitude, largest of all layers", log=True)
+    note = "A largest value that leaves its root mean square far behind is an outlier channel or token."
+    return chart_over_steps(key, TITLES[key], run, step, axis, lines, notes=[note])
 
 
 def _most(values: Array) -> float:
@@ -210,10 +189,6 @@ def _missing(probe: Probe, part: str, otherwise: str) -> str:
     if part in probe.lacks:
         return f"The line of step {probe.step:,} in probes.jsonl is damaged: its part {part} cannot be read."
     return otherwise
-
-
-def _steps(probes: Sequence[Probe]) -> Array:
-    return np.array([one.step for one in probes], dtype=np.float64)
 
 
 def _tall(rows: int) -> float:

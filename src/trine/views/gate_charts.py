@@ -10,15 +10,13 @@ import numpy as np
 from trine.views.chart import Axis, Band, Chart, Heatmap, Line, Mark, nothing
 from trine.views.probe_view import Gate, Probe
 from trine.views.run_series import (
-    STEPS,
     Array,
+    chart_over_steps,
     mean,
-    no_probes,
     over_layers,
-    probe_at,
     probe_note,
-    stage_marks,
-    step_marks,
+    probe_page,
+    steps_of,
     thin_ticks,
 )
 from trine.views.run_view import RunView
@@ -45,21 +43,21 @@ def charts(run: RunView, step: int | None = None) -> list[Chart]:
         run: the run.
         step: what was seen last at or before it; None takes the newest.
     """
-    probes = run.probes()
-    now = probe_at(probes, step)
-    if now is None:
-        why = no_probes(run)
-        return [nothing(key, title, why) for key, title in TITLES.items()]
-    return [
-        decays(now),
-        histogram(now),
-        memory(now),
-        memory_over_steps(probes, run, step),
-        at_bound(now),
-        at_bound_over_steps(probes, run, step),
-        openness(now),
-        openness_over_steps(probes, run, step),
-    ]
+    return probe_page(
+        run,
+        step,
+        TITLES,
+        lambda probes, now: [
+            decays(now),
+            histogram(now),
+            memory(now),
+            memory_over_steps(probes, run, step),
+            at_bound(now),
+            at_bound_over_steps(probes, run, step),
+            openness(now),
+            openness_over_steps(probes, run, step),
+        ],
+    )
 
 
 def decays(probe: Probe) -> Chart:
@@ -152,15 +150,8 @@ def memory_over_steps(probes: Sequence[Probe], run: RunView, step: int | None) -
     if not layers:
         return nothing(key, TITLES[key], _no_gates(probes[-1]))
     lines, bands = over_layers(x, layers, values_LS, "median of the layers")
-    return Chart(
-        key,
-        TITLES[key],
-        x=STEPS,
-        y=Axis("median memory, mean of the heads", "tokens", log=True),
-        lines=lines,
-        bands=bands,
-        marks=[*stage_marks(run), *step_marks(step)],
-    )
+    axis = Axis("median memory, mean of the heads", "tokens", log=True)
+    return chart_over_steps(key, TITLES[key], run, step, axis, lines, bands)
 
 
 def at_bound(probe: Probe) -> Chart:
@@ -192,7 +183,7 @@ def at_bound(probe: Probe) -> Chart:
 def at_bound_over_steps(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
     """The same shares over steps: mean of all heads, and the head that has most."""
     key = "gates-bound-steps"
-    x = np.array([one.step for one in probes], dtype=np.float64)
+    x = steps_of(probes)
     lines = []
     for name, words, colour in (("at_g_min_H", "at g_min", "red"), ("at_zero_H", "at 0", "blue")):
         found = np.full((2, len(probes)), np.nan)
@@ -207,14 +198,7 @@ def at_bound_over_steps(probes: Sequence[Probe], run: RunView, step: int | None)
     if not lines:
         last = probes[-1]
         return nothing(key, TITLES[key], _no_gates(last) if not last.gates else "These gates have no bound.")
-    return Chart(
-        key,
-        TITLES[key],
-        x=STEPS,
-        y=Axis("share of the gates", "%", low=0),
-        lines=lines,
-        marks=[*stage_marks(run), *step_marks(step)],
-    )
+    return chart_over_steps(key, TITLES[key], run, step, Axis("share of the gates", "%", low=0), lines)
 
 
 def openness(probe: Probe) -> Chart:
@@ -248,15 +232,7 @@ def openness_over_steps(probes: Sequence[Probe], run: RunView, step: int | None)
     if not layers:
         return nothing(key, TITLES[key], _no_output_gates(probes[-1]))
     lines, bands = over_layers(x, layers, values_LS, "median of the layers")
-    return Chart(
-        key,
-        TITLES[key],
-        x=STEPS,
-        y=Axis("mean openness", low=0, high=1),
-        lines=lines,
-        bands=bands,
-        marks=[*stage_marks(run), *step_marks(step)],
-    )
+    return chart_over_steps(key, TITLES[key], run, step, Axis("mean openness", low=0, high=1), lines, bands)
 
 
 def _crowded(rows: Sequence[tuple[int, Any]]) -> bool:
@@ -333,16 +309,18 @@ def _by_layer(probes: Sequence[Probe], rows: Any, figure: Any) -> tuple[Array, l
     for s, probe in enumerate(probes):
         for gate in rows(probe):
             values_LS[place[gate.layer], s] = figure(gate)
-    return np.array([probe.step for probe in probes], dtype=np.float64), layers, values_LS
+    return steps_of(probes), layers, values_LS
 
 
 def _no_gates(probe: Probe) -> str:
-    if "gates" in probe.lacks:
-        return f"The line of step {probe.step:,} in probes.jsonl is damaged: its decay gates cannot be read."
-    return "This model has no layer with decay gates (Kimi Delta Attention)."
+    return _why_none(probe, "gates", "decay gates", "layer with decay gates (Kimi Delta Attention)")
 
 
 def _no_output_gates(probe: Probe) -> str:
-    if "openness" in probe.lacks:
-        return f"The line of step {probe.step:,} in probes.jsonl is damaged: its output gates cannot be read."
-    return "This model has no output gates."
+    return _why_none(probe, "openness", "output gates", "output gates")
+
+
+def _why_none(probe: Probe, part: str, what: str, lacking: str) -> str:
+    if part in probe.lacks:
+        return f"The line of step {probe.step:,} in probes.jsonl is damaged: its {what} cannot be read."
+    return f"This model has no {lacking}."

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trine.views.chart import Axis, Band, Colour, Line, Mark
+from trine.views.chart import Axis, Band, Chart, Colour, Line, Mark, nothing
 from trine.views.probe_view import Probe
 from trine.views.run_view import RunView
 
@@ -100,6 +100,48 @@ def no_probes(run: RunView) -> str:
     if every is None and run.meta():
         return "This run was made before runs looked inside their model."
     return "Nothing was seen inside the model yet: probes.jsonl has no whole line."
+
+
+def steps_of(probes: Sequence[Probe]) -> Array:
+    """The step of each look, ``[S]``."""
+    return np.array([probe.step for probe in probes], dtype=np.float64)
+
+
+def probe_page(
+    run: RunView,
+    step: int | None,
+    titles: Mapping[str, str],
+    draw: Callable[[Sequence[Probe], Probe], list[Chart]],
+) -> list[Chart]:
+    """The figures of a page about looks inside the model; without any, each says why.
+
+    Args:
+        run: the run.
+        step: what was seen last at or before it; None takes the newest.
+        titles: keys and titles of the page's figures.
+        draw: given all looks and the one to show.
+    """
+    probes = run.probes()
+    now = probe_at(probes, step)
+    if now is None:
+        why = no_probes(run)
+        return [nothing(key, title, why) for key, title in titles.items()]
+    return draw(probes, now)
+
+
+def chart_over_steps(
+    key: str,
+    title: str,
+    run: RunView,
+    step: int | None,
+    y: Axis,
+    lines: Sequence[Line],
+    bands: Sequence[Band] = (),
+    notes: Sequence[str] = (),
+) -> Chart:
+    """A figure over steps, with stages and the step that is looked at marked."""
+    marks = [*stage_marks(run), *step_marks(step)]
+    return Chart(key, title, x=STEPS, y=y, lines=lines, bands=bands, marks=marks, notes=notes)
 
 
 def mean(values: NDArray[Any]) -> float:

@@ -19,7 +19,7 @@ from trine.ops.kda.reference import kda_reference  # noqa: E402
 from trine.ops.kda.triton_config import anchor, choose  # noqa: E402
 from trine.ops.kda.triton_forward import forward, unsupported  # noqa: E402
 from trine.ops.kda.triton_launch import repair_interpreter  # noqa: E402
-from trine.ops.kda.triton_prepare import even_rows  # noqa: E402
+from trine.ops.kda.triton_problem import even_rows  # noqa: E402
 
 repair_interpreter()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")

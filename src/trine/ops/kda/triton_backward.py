@@ -25,7 +25,8 @@ from trine.ops.kda.triton_backward_pairs import finish_kernel, pair_kernel
 from trine.ops.kda.triton_backward_scan import join_kernel, scan_kernel, segment_kernel
 from trine.ops.kda.triton_config import CHUNK, LOG2E, Config, anchor, choose, segment_length
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
-from trine.ops.kda.triton_prepare import Factors, even_rows, make_problem, prepare
+from trine.ops.kda.triton_prepare import make_problem, prepare
+from trine.ops.kda.triton_problem import Factors, even_rows
 from trine.ops.kda.triton_replay import Memory, new
 
 SCAN = Kernel(scan_kernel)
@@ -406,19 +407,8 @@ def _plain_backward(
         (
             *(q, k, gate, d_output, rate, bias, cu, rows, dp, dm, states, d_states, values, dv),
             *(dq, dk, dgate, scratch, beta_parts, bias_parts, rate_parts),
-            *(
-                T,
-                N,
-                HV,
-                HV // H,
-                blocks,
-                VP // config.gradient_values,
-                scale,
-                lower_bound,
-                lower_bound * LOG2E,
-                float(shift),
-                2.0**-shift,
-            ),
+            *(T, N, HV, HV // H, blocks, VP // config.gradient_values, scale),
+            *(lower_bound, lower_bound * LOG2E, float(shift), 2.0**-shift),
         ),
         forms.gradient,
         device,

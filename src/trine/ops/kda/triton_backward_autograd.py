@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from trine.ops.kda.triton_backward import Gradients, kda_backward
 from trine.ops.kda.triton_config import Config, choose
 from trine.ops.kda.triton_forward import forward
-from trine.ops.kda.triton_prepare import Factors
+from trine.ops.kda.triton_problem import Factors
 
 
 class Settings(NamedTuple):

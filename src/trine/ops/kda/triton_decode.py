@@ -21,7 +21,8 @@ from trine.ops._errors import error_words
 from trine.ops.kda.triton_config import LOG2E, MAX_CHANNELS
 from trine.ops.kda.triton_forward import check_at_once
 from trine.ops.kda.triton_launch import Kernel, Options, Variant, type_name
-from trine.ops.kda.triton_prepare import alignment, even_rows, exp2, parameter, reciprocal
+from trine.ops.kda.triton_prepare import exp2, reciprocal
+from trine.ops.kda.triton_problem import alignment, even_rows, parameter
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GATES = {"bounded": 0, "softplus": 1, "log_decay": 2}

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trine.ops._errors import check_errors, error_words
 from trine.ops.kda.triton_config import MAX_CHANNELS, MAX_DECAY, choose, refined
-from trine.ops.kda.triton_prepare import Factors, make_problem, prepare
+from trine.ops.kda.triton_prepare import make_problem, prepare
+from trine.ops.kda.triton_problem import Factors
 from trine.ops.kda.triton_replay import Memory
 from trine.ops.kda.triton_scan import scan
 

@@ -24,7 +24,7 @@ from trine.ops.kda.triton_backward_autograd import (
 )
 from trine.ops.kda.triton_config import CHUNK
 from trine.ops.kda.triton_decode import kda_step_triton
-from trine.ops.kda.triton_prepare import Factors
+from trine.ops.kda.triton_problem import Factors
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor gate, Tensor beta, "
 _GATE = "Tensor? A_log, Tensor? dt_bias, "

@@ -17,7 +17,6 @@ FINE adds what a walk over states must not have in bf16 alone: K- once more in f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from trine.ops.kda.triton_config import CHUNK, LOG2E, Config, anchor
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
+from trine.ops.kda.triton_problem import Factors, Problem, alignment, even_rows, parameter
 from trine.ops.kda.triton_replay import new
 
 
@@ -317,101 +317,6 @@ def prepare_kernel(
 
 TABLE = Kernel(table_kernel)
 PREPARE = Kernel(prepare_kernel)
-
-
-@dataclass(slots=True)
-class Problem:
-    """One call's inputs in the form the kernels take, and the sizes they share.
-
-    ``slots`` 32-token tiles are provided for: exactly those of a batch of equal lengths, an upper bound (tokens // 32 +
-    sequences) of a packed row, whose ``table`` says which sequence each belongs to. Strides are in units of ``align``
-    elements for q, k, gate and v.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate: Tensor
-    beta: Tensor
-    a_log: Tensor | None
-    bias: Tensor | None
-    cu: Tensor | None
-    table: Tensor | None
-    tokens: int
-    sequences: int
-    slots: int
-    tiles_a_sequence: int
-    heads: int
-    group: int
-    key_width: int
-    value_width: int
-    align: int
-    norm: bool
-    logit: bool
-    bound: float
-    beta_max: float
-    scale: float
-    config: Config
-
-
-@dataclass(slots=True)
-class Factors:
-    """What the scan needs of every tile (slot-major, then heads): see the module's docstring.
-
-    ``wqk`` is ``[3, slots, heads, 32, BK]`` with -W, Q+ and K-; ``p`` is ``[slots, heads, 32, 32]`` and ``a``
-    ``[1, slots, heads, 32, 32]``; ``decay`` is ``[slots, heads, BK]`` in fp32. Fine ones have a plane more of both:
-    ``a[1]`` is what rounding left of ``a[0]``, and ``wqk[2:]`` is in memory ``[slots, heads, 2, 32, BK]``, a tile's K-
-    and then its K- in fp16 (a known offset costs no register). Tiles that no sequence uses hold garbage.
-    """
-
-    wqk: Tensor
-    p: Tensor
-    a: Tensor
-    decay: Tensor
-
-    @property
-    def fine(self) -> bool:
-        """Whether the second K- and the rest of A are there."""
-        return self.a.shape[0] == 2
-
-    def keys(self) -> tuple[Tensor, Tensor | None]:
-        """K-, and K- in fp16 if it is there: ``[slots, heads, 32, BK]``, apart by twice a tile where both are."""
-        if not self.fine:
-            return self.wqk[2], None
-        both = self.wqk[2:].view(*self.wqk.shape[1:3], 2, *self.wqk.shape[3:])
-        return both[:, :, 0], both.view(torch.float16)[:, :, 1]
-
-
-def even_rows(tensor: Tensor) -> Tensor:
-    """``[B, T, H, X]`` itself if its rows are contiguous and its address is 16-byte aligned, else a copy that is.
-
-    A copy too where a chunk of tokens spans 2^31 elements: kernels count inside a chunk in 32 bits.
-    """
-    if tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and tensor.stride(1) * CHUNK < 1 << 31:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def alignment(*tensors: Tensor) -> int:
-    """Largest of 8, 4, 2, 1 elements that divides every stride but the last; dimensions of size 1 do not count."""
-    bits = 8
-    for tensor in tensors:
-        for stride in tensor.stride()[:-1]:
-            bits |= stride
-    if bits & 7:
-        bits = 8
-        for tensor in tensors:
-            for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-                if size > 1:
-                    bits |= stride
-    return bits & -bits
-
-
-def parameter(tensor: Tensor | None) -> Tensor | None:
-    """A gate parameter as the kernels read it: fp32, contiguous; itself if it is that already."""
-    if tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous()):
-        return tensor
-    return tensor.detach().float().contiguous()
 
 
 def make_problem(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trine.ops.kda.triton_config import Config
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Variant, type_name
-from trine.ops.kda.triton_prepare import Factors, Problem
+from trine.ops.kda.triton_problem import Factors, Problem
 from trine.ops.kda.triton_replay import new
 
 
