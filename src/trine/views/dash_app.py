@@ -22,9 +22,7 @@ from trine.views.plotly_charts import to_plotly
 try:
     from dash import ALL, Dash, Input, Output, State, ctx, dcc, html, no_update
 except ImportError as _error:
-    raise ValueError(
-        "dash: is not installed; pip install 'trine[dashboard]' (in the clone: .venv/bin/pip install -e '.[dashboard]')"
-    ) from _error
+    raise ValueError("dash: is not installed; in the clone: .venv/bin/pip install -e '.[dashboard]'") from _error
 
 _CONFIG: Any = {"displayModeBar": False, "displaylogo": False, "responsive": True, "scrollZoom": False}
 _TYPES = {"png": "image/png", "svg": "image/svg+xml", "csv": "text/csv; charset=utf-8"}
