@@ -14,7 +14,7 @@ from trine.balance.auxiliary_balancing import AuxiliaryBalancing
 from trine.balance.freeze import Freeze, Replay
 from trine.balance.load_quantile import LoadQuantileBalancing
 from trine.balance.quantile_balancing import QuantileBalancing
-from trine.balance.rank_check import RankChecked
+from trine.balance.rank_check import RankChecked, unchecked
 from trine.balance.service import AsyncBalancing
 from trine.balance.sign import SignBalancing
 from trine.balance.stateless_thresholds import StatelessThresholds
@@ -78,7 +78,7 @@ def install_policy(model: Model, config: BalanceConfig, group: dist.ProcessGroup
             f"balance.score_domain: found {config.score_domain!r}, need {model.config.score_domain!r}, the model's"
         )
     policy = make_policy(config, model.config.top_k, model.config.experts, group)
-    bare = policy.policy if isinstance(policy, RankChecked) else policy
+    bare = unchecked(policy)
     model.set_balance(
         estimator=config.estimator,
         stateless=bare.rule if isinstance(bare, StatelessThresholds) else None,
@@ -89,7 +89,7 @@ def install_policy(model: Model, config: BalanceConfig, group: dist.ProcessGroup
 
 def close_policy(policy: BalancePolicy) -> None:
     """End what a policy keeps running beside training: the thread or child process of `AsyncBalancing`."""
-    bare = policy.policy if isinstance(policy, RankChecked) else policy
+    bare = unchecked(policy)
     if isinstance(bare, AsyncBalancing):
         bare.close()
 

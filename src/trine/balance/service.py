@@ -174,7 +174,9 @@ class AsyncBalancing:
         answer = self._answer(courier)
         if answer is not None:
             if self.missed > self.patience:
-                logger.warning("balance: the service's bias is used again, after %d solved here", self.fallbacks)
+                logger.warning(
+                    "balance: the service's bias is used again, after %d solved here", self.missed - self.patience
+                )
             solved_L = answer.solved_L.to(stats.device)
             stats.bias_LE.copy_(torch.where(solved_L[:, None], answer.bias_LE.to(stats.device), stats.bias_LE))
             stats.reach_L.copy_(torch.where(solved_L, answer.reach_L.to(stats.device), stats.reach_L))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from trine.model import Model
 from trine.nn.depth import DepthMix
-from trine.ops.attn_res.reference import attn_res_reference
+from trine.ops.attn_res import attn_res_weights
 
 
 @torch.no_grad()
@@ -31,21 +33,12 @@ def portrait(model: Model, tokens_T: Tensor, cu_seqlens_N1: Tensor | None = None
     """
     rows: list[dict[str, Any]] = []
     states: dict[str, Tensor] = {}
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, DepthMix):
-            hooks.append(module.register_forward_pre_hook(_keep_weights(rows, _label(name))))
+    hooks = depth_hooks(model, lambda site, weights_S: rows.append({"label": site, "weights": weights_S.tolist()}))
     for i, layer in enumerate(model.layers):
         hooks.append(layer.attention_norm.register_forward_pre_hook(_keep_state(states, str(i))))
     hooks.append(model.norm.register_forward_pre_hook(_keep_state(states, "head")))
-    was_training = model.training
-    model.train(False)
-    try:
+    with looking(model, hooks):
         model(tokens_T, cu_seqlens_N1)
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
     labels = list(states)
     values = [[cka(states[a], states[b]) for b in labels] for a in labels]
     return {"mix": rows, "similarity": {"labels": labels, "values": values}}
@@ -59,22 +52,41 @@ def cka(x_TD: Tensor, y_TD: Tensor) -> float:
     return float(cross / norms) if norms > 0 else 0.0
 
 
-def _label(name: str) -> str:
-    """``residual.feed_forward.3`` as "3 feed-forward"."""
+@contextmanager
+def looking(model: nn.Module, hooks: Sequence[Any]) -> Iterator[None]:
+    """Evaluation mode inside; afterwards the mode of before, and the hooks are off."""
+    was_training = model.training
+    model.train(False)
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+
+
+def depth_hooks(model: Model, keep: Callable[[str, Tensor], None]) -> list[Any]:
+    """Hooks that tell ``keep`` of each depth mix a pass goes through: the site's name, and ``[S]`` weights of its
+    sources, mean over tokens (the softmax of Attention Residuals, arXiv 2603.15031, section 3; K3 report, arXiv
+    2607.24653, Eq. 8-10)."""
+
+    def told(site: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            assert isinstance(module, DepthMix)
+            keep(site, attn_res_weights(arguments[0], module.query, module.gain, module.eps).mean(1))
+
+        return hook
+
+    mixes = ((name, one) for name, one in model.residual.named_modules() if isinstance(one, DepthMix))
+    return [one.register_forward_pre_hook(told(_site(name))) for name, one in mixes]
+
+
+def _site(name: str) -> str:
+    """``feed_forward.3`` as "3 feed-forward", ``mixes.0`` as "chunk 1"."""
     parts = name.split(".")
-    if parts[-1].isdigit():
-        kind = {"attention": "attention", "feed_forward": "feed-forward"}.get(parts[-2], parts[-2])
-        return f"{parts[-1]} {kind}"
-    return "head" if parts[-1] == "final" else parts[-1]
-
-
-def _keep_weights(rows: list[dict[str, Any]], label: str) -> Any:
-    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        assert isinstance(module, DepthMix)
-        _, alpha_ST = attn_res_reference(arguments[0], module.query, module.gain, module.eps)
-        rows.append({"label": label, "weights": alpha_ST.mean(1).tolist()})
-
-    return hook
+    if parts[0] == "mixes":
+        return f"chunk {int(parts[1]) + 1}"
+    return "head" if parts[0] == "final" else f"{parts[1]} {parts[0].replace('_', '-')}"
 
 
 def _keep_state(states: dict[str, Tensor], label: str) -> Any:

@@ -12,7 +12,7 @@ from trine._log import logger
 from trine.balance.alerts import DEFAULT_RULES, Alerts, Rule, Signals
 from trine.balance.exporters import Prometheus, Webhook
 from trine.balance.freeze import Replay
-from trine.balance.rank_check import RankChecked
+from trine.balance.rank_check import unchecked
 from trine.balance.record_format import FILE_NAME, Frame, RecordError
 from trine.balance.recorder import Recorder
 from trine.train.errors import RunError
@@ -192,8 +192,8 @@ class RecordBalance(Callback):
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Hand the step's window over."""
-        policy = trainer.balancer.policy if isinstance(trainer.balancer, RankChecked) else trainer.balancer
-        if self.recorder is not None and trainer.window is not None and not isinstance(policy, Replay):
+        replayed = isinstance(unchecked(trainer.balancer), Replay)
+        if self.recorder is not None and trainer.window is not None and not replayed:
             self.recorder.record(record.step, trainer.window)
 
     def _look(self, frame: Frame) -> None:
@@ -257,8 +257,7 @@ class RecordBalance(Callback):
 
 def _signals(balancer: Any) -> Signals:
     """What a policy that is served from elsewhere says of its controller."""
-    policy = balancer.policy if isinstance(balancer, RankChecked) else balancer
-    status = getattr(policy, "status", None)
+    status = getattr(unchecked(balancer), "status", None)
     status = status() if callable(status) else status
     return Signals(stale_steps=int(getattr(status, "missed", 0)))
 

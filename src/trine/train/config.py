@@ -383,8 +383,8 @@ TRAIN_PRESETS: dict[str, TrainConfig] = {
         preset="recall",
         model=("layers=2", "mla_layers=(1,)"),  # one layer to carry a key to its value, one to look it up
         tokens=1_515_520,
-        # Rows of 32 first: there a key is learned to have a value within 200 steps, whatever the seed; beginning with
-        # 64 takes 500 steps or more, and some seeds do not get there at all.
+        # Rows of 32 first: so every seed tried has learned by step 500. Beginning with 64 takes longer, and some seeds
+        # do not get there at all.
         stages=(
             Stage(length=32, share=0.24, step_tokens=2_048, micro_tokens=2_048),
             Stage(length=64, share=0.44, step_tokens=2_048, micro_tokens=2_048),

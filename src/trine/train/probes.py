@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from trine.data import Batch, Shards
 from trine.data._files import write_atomically
+from trine.evals.portrait import depth_hooks, looking
 from trine.model import Model
 from trine.nn import KimiDeltaAttention
-from trine.nn.depth import DepthMix
-from trine.ops.attn_res import attn_res_weights
 from trine.ops.kda.gate import log_decay
 from trine.train.callbacks import Callback
 from trine.train.errors import RunError
@@ -200,18 +199,15 @@ def look_inside(model: Model, text: ProbeText) -> Record:
     tokens_T, bounds_N1 = text.tokens_T.to(device), text.cu_seqlens_N1.to(device)
     eye = _Eye()
     hooks = eye.watch(model)
-    was_training, threads = model.training, torch.get_num_threads()
-    model.train(False)
+    threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)  # so short a text is many short operations, in which threads only wait for each other
     try:
-        model(tokens_T, bounds_N1)
-        found = eye.record()
+        with looking(model, hooks):
+            model(tokens_T, bounds_N1)
+            found = eye.record()
     finally:
         torch.set_num_threads(threads)
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
     return {
         "text": text.source,
         "tokens": tokens_T.numel(),
@@ -237,10 +233,7 @@ class _Eye:
 
     def watch(self, model: Model) -> list[Any]:
         """Hang the hooks; whoever calls takes them off again."""
-        hooks: list[Any] = []
-        for name, module in model.residual.named_modules():
-            if isinstance(module, DepthMix):
-                hooks.append(module.register_forward_pre_hook(self._mix(_site(name))))
+        hooks = depth_hooks(model, self.sites.__setitem__)
         for i, layer in enumerate(model.layers):
             attention = layer.attention
             hooks.append(layer.attention_norm.register_forward_pre_hook(self._read(str(i))))
@@ -252,13 +245,6 @@ class _Eye:
                 hooks.append(attention.gate_proj.register_forward_hook(self._open(i, attention)))
         hooks.append(model.norm.register_forward_pre_hook(self._read("head")))
         return hooks
-
-    def _mix(self, site: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            assert isinstance(module, DepthMix)
-            self.sites[site] = attn_res_weights(arguments[0], module.query, module.gain, module.eps).mean(1)
-
-        return hook
 
     def _read(self, label: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -327,14 +313,6 @@ class _Eye:
         }
         plain: Record = _plain(found)
         return plain
-
-
-def _site(name: str) -> str:
-    """``feed_forward.3`` as "3 feed-forward", ``mixes.0`` as "chunk 1"."""
-    parts = name.split(".")
-    if parts[0] == "mixes":
-        return f"chunk {int(parts[1]) + 1}"
-    return "head" if parts[0] == "final" else f"{parts[1]} {parts[0].replace('_', '-')}"
 
 
 def _peak(x_TD: Tensor) -> tuple[Tensor, Tensor]:
