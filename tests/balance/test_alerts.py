@@ -139,6 +139,18 @@ def test_rank_overload_needs_ranks() -> None:
     assert only == [[], [(3, "rank_overload", True, (0,))]]
 
 
+def test_one_rank_is_never_overloaded() -> None:
+    """Not by a rule that would find 1.0 too much, nor by what a run on four ranks left behind."""
+    strict = (Rule("rank_overload", "fullest rank", 0.5, 0.4),)
+    four, alone = Feed(ranks=4, rules=strict), Feed(rules=strict)
+    assert [one[1] for one in four(EVEN)] == ["rank_overload"]
+    alone.alerts.load_state_dict(four.alerts.state_dict())
+    assert alone.alerts.active == {} and alone(skewed(3)) == [] and alone.alerts.active == {}
+    frame = alone.frame(skewed(3))
+    assert frame.summary("rank_overload").tolist() == [1.0, 1.0]
+    assert [rule.name for rule in alone.alerts.rules] == []
+
+
 def test_signals() -> None:
     feed = Feed()
     assert feed(signals=Signals(stale_steps=4)) == []

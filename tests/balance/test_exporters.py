@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trine.balance.alerts import DEFAULT_RULES
+from trine.balance.alerts import DEFAULT_RULES, Alerts
 from trine.balance.exporters import JsonLines, Prometheus, Webhook
 from trine.balance.record_format import SUMMARY, Frame, HostWindow
 from trine.balance.summary import Summaries
@@ -82,6 +82,20 @@ def test_prometheus_shows_figures_of_each_layer(client: SimpleNamespace) -> None
     assert found["trine_recorder_steps"] == {("written",): 3, ("dropped",): 1}
     page.update(frame, {}, None)
     assert page.registry["trine_balance_alert_layers"].values["dead",] == 0 and client.asked == []
+
+
+def test_one_rank_is_plain_1_everywhere(client: SimpleNamespace, tmp_path: Path) -> None:
+    page, lines = Prometheus(), JsonLines(tmp_path / "lines.jsonl")
+    alerts = Alerts(2, 6, 1)
+    for step in range(1, 31):
+        frame = frame_of(step=step)
+        assert not [one for one in alerts.step(frame) if one.rule == "rank_overload"]
+        page.update(frame, alerts.active)
+        lines(frame)
+    lines.close()
+    assert page.registry["trine_experts_rank_overload"].values == {("0",): 1.0, ("1",): 1.0}
+    assert page.registry["trine_balance_alert_layers"].values[("rank_overload",)] == 0
+    assert '"rank_overload":[1.0,1.0]' in (tmp_path / "lines.jsonl").read_text()
 
 
 def test_prometheus_series_are_bounded_by_layers_not_experts(client: SimpleNamespace) -> None:

@@ -33,6 +33,40 @@ def test_values(metric, even: float, one: float, steps: float) -> None:
     assert metric(EVEN.to(torch.int32)).dtype == torch.float64
 
 
+ALL = (
+    *(balance.max_violation, balance.min_violation, balance.average_violation, balance.coefficient_of_variation),
+    *(balance.gini, balance.entropy, balance.effective_experts, balance.dead_experts, balance.load_percentiles),
+    *(lambda x: balance.rank_overload(x, 2), lambda x: balance.rank_overload(x, 1)),
+    *(lambda x: balance.quantile_error(x, x[..., 0], 1), lambda x: balance.silence(x * 0, x), balance.dead_over_steps),
+)
+
+
+@pytest.mark.parametrize("metric", ALL)
+@pytest.mark.parametrize(
+    ("loads", "found"),
+    [
+        ([[1.0, 2.0], [math.nan, 3.0]], "nan at [1, 0]"),
+        ([[-4, 2], [1, 1]], "-4 at [0, 0]"),
+        ([[1, 1], [-3, 1]], "-3 at [1, 0]"),  # a mean below 0 used to count as no token, and so as even
+        ([[5, 5], [8, -1]], "-1 at [1, 1]"),
+        ([[math.inf, 1.0], [1.0, 1.0]], "inf at [0, 0]"),
+    ],
+)
+def test_what_cannot_be_a_load_is_refused(metric, loads: list, found: str) -> None:
+    with pytest.raises(ValueError) as error:
+        metric(torch.tensor(loads))
+    assert str(error.value) == f"loads: found {found}, need finite numbers of at least 0"
+
+
+def test_where_values_are_not_read_a_bad_load_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a card: the figure is NaN, that of the good layer beside it is right."""
+    monkeypatch.setattr("trine.balance.metrics.may_read", lambda tensor: False)
+    loads_LE = torch.tensor([[math.nan, 1, 1], [-9, 1, 1], [math.inf, 1, 1], [4, 1, 1]])
+    for metric, good in ((balance.max_violation, 1.0), (lambda x: balance.rank_overload(x, 3), 2.0)):
+        found = metric(loads_LE).tolist()
+        assert all(map(math.isnan, found[:3])) and found[3] == pytest.approx(good)
+
+
 def test_no_load_is_even() -> None:
     none_LE = torch.zeros(2, 8, dtype=torch.int32)
     for metric, value in ((balance.max_violation, 0.0), (balance.min_violation, 0.0), (balance.gini, 0.0)):
@@ -93,6 +127,8 @@ def test_rank_overload_sums_neighbours() -> None:
     assert balance.rank_overload(loads_LE, 3).tolist() == pytest.approx([1.0, 3.0, 1.0])
     assert balance.rank_overload(loads_LE, 2).tolist() == pytest.approx([7 / 6, 2.0, 1.0])
     assert balance.rank_overload(loads_LE, 1).tolist() == [1.0, 1.0, 1.0]
+    many_LE = torch.randint(0, 2**40, (50, 7))
+    assert set(balance.rank_overload(many_LE, 1).tolist()) == {1.0}, "one rank is its own mean, to the bit"
     with pytest.raises(ValueError, match="ranks: found 4, need a divisor of the 6 experts"):
         balance.rank_overload(loads_LE, 4)
 
@@ -115,6 +151,12 @@ def test_sequence_loads() -> None:
     assert balance.sequence_loads(ids_TK[:0], torch.tensor([0]), 4).shape == (0, 4)
     # the three scopes differ by their leading dimensions only
     assert balance.max_violation(found).tolist() == pytest.approx([1 / 3, 0, 0, 1])
+    layers_LTK = torch.stack((ids_TK, ids_TK.flip(0)))
+    both = balance.sequence_loads(layers_LTK, bounds, 4)
+    assert both.tolist() == [found.tolist(), balance.sequence_loads(ids_TK.flip(0), bounds, 4).tolist()]
+    micro = balance.sequence_loads(layers_LTK[None], torch.tensor([0, 6]), 4)
+    assert micro.shape == (1, 2, 1, 4) and micro.flatten().tolist() == [2, 3, 2, 2] * 2
+    assert balance.sequence_loads(layers_LTK[:, :0], torch.tensor([0]), 4).shape == (2, 0, 4)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +167,7 @@ def test_sequence_loads() -> None:
         ([[1, 0]], [0, 2], "cu_seqlens_N1: found .* need 0 up to T = 1"),
         ([[1, 0], [1, 0]], [0, 2, 1, 2], "cu_seqlens_N1"),
         ([[1, 0]], [1, 1], "cu_seqlens_N1"),
-        ([1, 0], [0, 2], "need \\[T, K\\]"),
+        ([1, 0], [0, 2], "need \\[..., T, K\\]"),
     ],
 )
 def test_sequence_loads_refuse(ids: list, bounds: list[int], words: str) -> None:

@@ -140,7 +140,8 @@ class Alerts:
 
     Args:
         layers, experts, top_k, ranks: of the model.
-        rules: what to watch; names must differ.
+        rules: what to watch; names must differ. With one rank the rule ``rank_overload`` is left out: there is nothing
+            to compare.
 
     Raises:
         ValueError: two rules of one name, or one whose figure is not known.
@@ -159,8 +160,9 @@ class Alerts:
         if len(set(names)) != len(names) or unknown:
             known = ", ".join(rule.name for rule in DEFAULT_RULES)
             raise ValueError(f"rules: found {names}, need each once, of {known}")
+        self.rules = tuple(rule for rule in self.rules if self.ranks > 1 or rule.name != "rank_overload")
         self._flips_L = np.full(self.layers, np.nan)
-        self._states = {name: self._fresh() for name in names}
+        self._states = {rule.name: self._fresh() for rule in self.rules}
 
     def _fresh(self) -> _State:
         return _State(*(np.zeros(self.layers, dtype=kind) for kind in (np.int64, np.int64, np.bool_)))

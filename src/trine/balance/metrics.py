@@ -1,10 +1,12 @@
 """How even a load is. Every function takes loads of all experts, ``[..., E]``, on any device, and never waits for it.
 
 A load without any token counts as even, so that an idle layer raises no alarm. An expert without a token counts like
-any other: leaving zeros out would hide exactly the dead ones.
+any other: leaving zeros out would hide exactly the dead ones. Loads that are none, negative or not finite, are a
+ValueError on the CPU; on a card, whose values are not read back, they make the figure NaN (no count of experts, which
+has no NaN).
 
-The leading dimensions are the scope: ``[L, E]`` of a global batch, ``[M, L, E]`` of its micro-batches, ``[N, E]`` of
-the sequences of a row (`sequence_loads`). A figure says little beside another scope's: the fewer tokens, the higher
+The leading dimensions are the scope: ``[L, E]`` of a global batch, ``[M, L, E]`` of its micro-batches, ``[L, N, E]``
+of the sequences of a row (`sequence_loads`). A figure says little beside another scope's: the fewer tokens, the higher
 its floor (`sampling_floors`).
 """
 
@@ -17,12 +19,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trine.ops.router.quantile import may_read
+
+
+def _counted(loads: Tensor) -> Tensor:
+    """Loads in fp64, checked: NaN where they cannot be loads and values are not read back.
+
+    Raises:
+        ValueError: on the CPU, a load that is negative or not finite.
+    """
+    values = loads.double()
+    good = values.isfinite() & (values >= 0)
+    if not may_read(values):
+        return torch.where(good, values, torch.nan)
+    if not bool(good.all()):
+        first = (~good).nonzero()[0].tolist()
+        raise ValueError(f"loads: found {float(values[tuple(first)]):g} at {first}, need finite numbers of at least 0")
+    return values
+
 
 def _relative(loads: Tensor) -> Tensor:
     """Load over mean load, fp64; all 1 without any token."""
-    loads = loads.double()
+    loads = _counted(loads)
     mean = loads.mean(-1, keepdim=True)
-    return torch.where(mean > 0, loads / mean.clamp(min=1e-300), 1.0)
+    return torch.where(mean == 0, 1.0, loads / mean.clamp(min=1e-300))
 
 
 def max_violation(loads: Tensor) -> Tensor:
@@ -77,14 +97,14 @@ def quantile_error(loads: Tensor, tokens: Tensor, k: int) -> Tensor:
         k: experts a token.
     """
     tokens = tokens.double()
-    share = loads.double() / tokens.clamp(min=1.0).unsqueeze(-1)
+    share = _counted(loads) / tokens.clamp(min=1.0).unsqueeze(-1)
     return torch.where(tokens > 0, (share - k / loads.shape[-1]).abs().amax(-1), 0.0)
 
 
 def rank_overload(loads: Tensor, ranks: int) -> Tensor:
     """Largest load of an expert-parallel rank over the mean of the ranks, ``[...]`` fp64, 1 to ``ranks``.
 
-    Rank r holds experts r E / ranks to (r + 1) E / ranks, as expert parallelism lays them out.
+    Rank r holds experts r E / ranks to (r + 1) E / ranks, as expert parallelism lays them out. With one rank it is 1.
 
     Raises:
         ValueError: the experts cannot be dealt out evenly.
@@ -92,7 +112,7 @@ def rank_overload(loads: Tensor, ranks: int) -> Tensor:
     experts = loads.shape[-1]
     if ranks < 1 or experts % ranks:
         raise ValueError(f"ranks: found {ranks}, need a divisor of the {experts} experts")
-    return _relative(loads.unflatten(-1, (ranks, experts // ranks)).sum(-1)).amax(-1)
+    return _relative(_counted(loads).unflatten(-1, (ranks, experts // ranks)).sum(-1)).amax(-1)
 
 
 def sign_flip_rate(step: Tensor, step_before: Tensor) -> Tensor:
@@ -111,10 +131,10 @@ def sign_flip_rate(step: Tensor, step_before: Tensor) -> Tensor:
 
 
 def sequence_loads(ids_TK: Tensor, cu_seqlens_N1: Tensor, experts: int) -> Tensor:
-    """Loads of each sequence of a packed row, ``[N, E]`` int64.
+    """Loads of each sequence of a packed row, ``[N, E]`` int64; of a whole micro-batch with bounds 0 and T.
 
     Args:
-        ids_TK: ``[T, K]`` chosen experts, -1 where none.
+        ids_TK: ``[T, K]`` chosen experts, -1 where none; or ``[..., T, K]``, of several layers, for ``[..., N, E]``.
         cu_seqlens_N1: ``[N + 1]`` bounds of the sequences, from 0 to T.
         experts: E.
 
@@ -122,24 +142,26 @@ def sequence_loads(ids_TK: Tensor, cu_seqlens_N1: Tensor, experts: int) -> Tenso
         ValueError: bad shapes or a number of experts below 1; on the CPU also an expert that does not exist, or
             bounds that do not go from 0 to T.
     """
-    if ids_TK.dim() != 2 or cu_seqlens_N1.dim() != 1 or len(cu_seqlens_N1) < 1 or experts < 1:
+    if ids_TK.dim() < 2 or cu_seqlens_N1.dim() != 1 or len(cu_seqlens_N1) < 1 or experts < 1:
         raise ValueError(
             f"ids_TK, cu_seqlens_N1, experts: found {tuple(ids_TK.shape)}, {tuple(cu_seqlens_N1.shape)}, {experts}, "
-            "need [T, K], [N + 1], at least 1"
+            "need [..., T, K], [N + 1], at least 1"
         )
-    if not ids_TK.is_cuda:
+    *lead, tokens, k = ids_TK.shape
+    if may_read(ids_TK):
         if ids_TK.numel() and not -1 <= int(ids_TK.min()) <= int(ids_TK.max()) < experts:
             raise ValueError(f"ids_TK: found {int(ids_TK.min())} to {int(ids_TK.max())}, need -1 to {experts - 1}")
         bounds = cu_seqlens_N1.tolist()
-        if bounds[0] != 0 or bounds[-1] != len(ids_TK) or bounds != sorted(bounds):
-            raise ValueError(f"cu_seqlens_N1: found {bounds[:4]} … {bounds[-1]}, need 0 up to T = {len(ids_TK)}")
-    sequences = len(cu_seqlens_N1) - 1
-    tokens_T = torch.arange(len(ids_TK), device=ids_TK.device)
-    sequence_T = torch.searchsorted(cu_seqlens_N1[1:].to(ids_TK.device).long(), tokens_T, right=True)
+        if bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
+            raise ValueError(f"cu_seqlens_N1: found {bounds[:4]} … {bounds[-1]}, need 0 up to T = {tokens}")
+    device, sequences, layers = ids_TK.device, len(cu_seqlens_N1) - 1, math.prod(lead)
+    ends_N = cu_seqlens_N1[1:].to(device).long()
+    sequence_T = torch.searchsorted(ends_N, torch.arange(tokens, device=device), right=True)
+    row_LT = torch.arange(layers, device=device)[:, None] * sequences + sequence_T
     # one cell a sequence more takes the -1 of padding
-    cells_TK = sequence_T[:, None] * (experts + 1) + ids_TK.long() + 1
-    counts = torch.bincount(cells_TK.reshape(-1), minlength=sequences * (experts + 1))
-    return counts.view(sequences, experts + 1)[:, 1:]
+    cells_LTK = row_LT[..., None] * (experts + 1) + ids_TK.reshape(layers, tokens, k).long() + 1
+    counts = torch.bincount(cells_LTK.reshape(-1), minlength=layers * sequences * (experts + 1))
+    return counts.view(*lead, sequences, experts + 1)[..., 1:]
 
 
 def dead_experts(loads: Tensor, least_expected: float = 10.0) -> Tensor:
@@ -147,7 +169,8 @@ def dead_experts(loads: Tensor, least_expected: float = 10.0) -> Tensor:
 
     With few tokens an expert (one decoding step, say) zeros are chance: at a mean of 10 a zero has odds of e^-10.
     """
-    return ((loads == 0) & (loads.double().mean(-1, keepdim=True) > least_expected)).sum(-1)
+    loads = _counted(loads)
+    return ((loads == 0) & (loads.mean(-1, keepdim=True) > least_expected)).sum(-1)
 
 
 def dead_over_steps(loads: Tensor, least_expected: float = 10.0) -> Tensor:
@@ -157,7 +180,7 @@ def dead_over_steps(loads: Tensor, least_expected: float = 10.0) -> Tensor:
         loads: ``[W, ..., E]``, the first dimension are the steps.
         least_expected: tokens that an expert should have got in the window, for it to count.
     """
-    return dead_experts(loads.sum(0), least_expected)
+    return dead_experts(_counted(loads).sum(0), least_expected)
 
 
 def silence(before: Tensor, loads: Tensor) -> Tensor:
@@ -166,7 +189,7 @@ def silence(before: Tensor, loads: Tensor) -> Tensor:
     Start with zeros and hand each step's result to the next; an expert whose silence is above 10 has been dead for as
     many steps as that takes, few or many.
     """
-    loads = loads.double()
+    loads = _counted(loads)
     return torch.where(loads > 0, 0.0, before + loads.mean(-1, keepdim=True))
 
 
