@@ -89,7 +89,8 @@ def _analyze(args: list[str]) -> int:
     options = parse("balance analyze", Analyze, args)
     from rich.console import Console
 
-    from trine.balance.analyze import analyze, read_loads
+    from trine.balance.analyze import analyze
+    from trine.balance.saved_loads import read_loads
     from trine.views.balance import analysis_table
 
     named = Path("runs") / options.loads

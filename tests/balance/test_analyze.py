@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from trine.balance import QuantileBalancing, Recorder
-from trine.balance.analyze import Loads, analyze, read_loads
-from trine.balance.record_format import FILE_NAME
+from trine.balance.alerts import Alert
+from trine.balance.analyze import analyze
+from trine.balance.record_format import FILE_NAME, HostWindow
+from trine.balance.saved_loads import Loads, read_loads
 from trine.balance.stress import forced_routing
+from trine.config import BalanceConfig
 from trine.ops.router import RouterStats, route
 
 STEPS, EXPERTS, K, TOKENS = 48, 16, 2, 2000
@@ -117,78 +120,11 @@ def test_json_is_json() -> None:
     assert found["layers"][0]["correlation"]["12"] > 0.9 and found["alerts"][0]["begins"] is True
 
 
-def test_formats_hold_the_same_loads(tmp_path: Path) -> None:
-    both = np.stack((LASTING, EVEN), axis=1)
-    np.save(tmp_path / "a.npy", both)
-    np.savez(tmp_path / "b.npz", loads=both.astype(np.float32), steps=np.arange(7, 7 + STEPS), other=np.zeros(2))
-    rows = [f"{s},{la},{e},{both[s, la, e]}" for s in range(STEPS) for la in range(2) for e in range(EXPERTS)]
-    (tmp_path / "c.csv").write_text("step,layer,expert,load\n" + "\n".join(row for row in rows if row[-2:] != ",0"))
-    for name, first in (("a.npy", 1), ("b.npz", 7), ("c.csv", 0)):
-        found = read_loads(tmp_path / name)
-        assert np.array_equal(found.loads_SLE, both) and found.steps_S[0] == first
-        assert found.loads_SLE.dtype == np.int64
-    np.savetxt(tmp_path / "d.csv", LASTING, fmt="%d", delimiter=",")
-    names = ",".join(["step", *(f"e{i}" for i in range(EXPERTS))])
-    numbered = np.concatenate((np.arange(5, 5 + STEPS)[:, None], LASTING), axis=1)
-    np.savetxt(tmp_path / "e.csv", numbered, fmt="%d", delimiter=",", header=names, comments="")
-    np.savez(tmp_path / "f.npz", LASTING)
-    for name, first in (("d.csv", 1), ("e.csv", 5), ("f.npz", 1)):
-        found = read_loads(tmp_path / name)
-        assert np.array_equal(found.loads_SLE[:, 0], LASTING) and found.steps_S[0] == first, name
-    assert read_loads(tmp_path / "e.csv", last=4).steps_S.tolist() == [49, 50, 51, 52]
-
-
-def _write(path: Path, value: object) -> None:
-    if isinstance(value, bytes):
-        path.write_bytes(value)
-    elif isinstance(value, dict):
-        np.savez(path, **value)
-    elif isinstance(value, np.ndarray):
-        np.save(path, value, allow_pickle=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("a.npy", np.zeros(5), "loads: found shape (5,), need [steps, layers, experts] or [steps, experts]"),
-        ("a.npy", np.zeros((0, 5)), "loads: found shape (0, 1, 5)"),
-        ("a.npy", np.full((2, 3), np.nan), "loads: found nan at row 0, layer 0, expert 0, need counts of tokens"),
-        ("a.npy", np.array([[1, 2], [3, -1]]), "loads: found -1 at row 1, layer 0, expert 1"),
-        ("a.npy", np.array([[0.5, 2]]), "found 0.5 at row 0"),
-        ("a.npy", np.array([["a", "b"]]), "need counts of tokens"),
-        ("a.npy", np.array([[{}, {}]]), "cannot be read"),
-        ("a.npy", b"nonsense", "cannot be read"),
-        ("a.npz", b"PK nonsense", "cannot be read"),
-        ("a.npz", {"x": np.ones((2, 2)), "y": np.ones((2, 2))}, "found arrays ['x', 'y'], need one of the name loads"),
-        ("a.npz", {"loads": np.ones((2, 2)), "steps": np.array([2, 1])}, "need one rising number for each"),
-        ("a.npz", {"loads": np.ones((2, 2)), "steps": np.array([2])}, "steps: found shape (1,)"),
-        ("a.csv", b"", "found 0 rows of different or no length"),
-        ("a.csv", b"1,2\n3\n", "found 2 rows of different or no length"),
-        ("a.csv", b"1,2\n3,x\n", "row 2: found 'x', need a number"),
-        ("a.csv", b"1,2\n3,nan\n", "found nan at row 1, layer 0, expert 1"),
-        ("a.csv", b"step,expert,load\n1,0,4\n1,0,5\n", "found a step, layer and expert twice"),
-        ("a.csv", b"step,expert,load\n1,-1,4\n", "expert: found values that are no whole numbers of at least 0"),
-        ("a.csv", b"step,expert,load\n1,2000000000,4\n", "need at most 2**28"),
-        ("a.csv", b"\xff\xfe", "cannot be read"),
-        ("a.txt", b"1", "found a file of kind '.txt', need a run's folder, .npy, .npz or .csv"),
-        ("b.npy", None, "no such run or file"),
-        ("b.sqlite", b"nonsense", "b.sqlite"),
-    ],
-)
-def test_bad_files_are_named(tmp_path: Path, name: str, value: object, message: str) -> None:
-    _write(tmp_path / name, value)
-    with pytest.raises(ValueError) as error:
-        read_loads(tmp_path / name)
-    assert message in str(error.value) and str(tmp_path / name) in str(error.value)
-
-
-def test_bad_arguments(tmp_path: Path) -> None:
+def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="ranks: found 3, need a divisor of the 16 experts"):
         analyze(loads(EVEN), ranks=3)
     with pytest.raises(ValueError, match="here: found no token in any step"):
         analyze(loads(np.zeros_like(EVEN)))
-    with pytest.raises(ValueError, match="last: found 0, need at least 1"):
-        read_loads(tmp_path, last=0)
 
 
 def test_a_recorders_file_answers_every_rule(tmp_path: Path) -> None:
@@ -212,3 +148,90 @@ def test_a_recorders_file_answers_every_rule(tmp_path: Path) -> None:
     assert {"saturation", "bias_range", "oscillation"} <= set(report.rules) and "stale" not in report.rules
     assert [alert.layers for alert in report.alerts if alert.rule == "saturation"] == [(1,)]
     assert read_loads(tmp_path, last=2).steps_S.tolist() == [5, 6]
+
+
+def under(policy: str, *layers: np.ndarray, first: int = 101, told: tuple[Alert, ...] | None = None, **dials) -> str:
+    """The verdict on loads of a run with this policy."""
+    steps_S = np.arange(first, first + len(layers[0]))
+    config = BalanceConfig(policy=policy, **dials)
+    return " ".join(analyze(Loads("here", steps_S, np.stack(layers, axis=1), K, balance=config, told=told)).verdict)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dials", "lasting", "drifting", "changing"),
+    [
+        ("qb", {}, "estimator signed_log", "one step late; a lower learning rate", "balance.policy stateless"),
+        (
+            "qb",
+            {"estimator": "signed_log"},
+            "none of the usual reasons is here",
+            "one step late",
+            "no bias can foresee",
+        ),
+        ("qb", {"estimator": "signed_log", "ema": 0.9}, "balance.ema 0.9 keeps", "balance.ema 0.9", "more tokens"),
+        ("qb", {"service": "thread", "service_lag": 3}, "bias is 3 steps old", "bias is 3 steps old", "more tokens"),
+        ("qb", {"service": "thread", "service_lag": -1}, "as old as the service is slow", "service", "more tokens"),
+        ("sign", {"sign_step": 0.002}, "sign_step 0.002 are too short", "sign_step 0.002", "may overshoot"),
+        ("aux", {"aux_weight": 0.5}, "balance.aux_weight 0.5, is too small", "aux_weight 0.5", "no bias can foresee"),
+        ("load_quantile", {"load_window": 9}, "every 9 steps is too slow", "0.05 every 9", "no bias can foresee"),
+        ("stateless", {"rounds": 2}, *["raise balance.rounds (now 2)"] * 3),
+        (
+            "stateless",
+            {"mode": "drop", "capacity": 1.5},
+            *["(tokens beyond it are dropped), no more: lower it towards 1"] * 3,
+        ),
+        ("stateless", {"mode": "reassign"}, *["(tokens beyond it go elsewhere), no more: take balance.mode dual"] * 3),
+        ("stateless", {"threshold_source": "running"}, "none of the usual reasons", "one step late", "more tokens"),
+        ("freeze", {}, "the bias is frozen; a bias policy can", "frozen; a bias solved", "frozen; no bias"),
+        ("none", {}, "balances nothing; a bias policy can remove it (balance.policy qb)", "nothing", "nothing"),
+        ("replay", {}, *["they came with the batches"] * 3),
+    ],
+)
+def test_advice_fits_the_policy_of_the_run(
+    policy: str, dials: dict, lasting: str, drifting: str, changing: str
+) -> None:
+    for rows, part in ((LASTING, lasting), (DRIFTING, drifting), (CHANGING, changing)):
+        text = under(policy, rows, **dials)
+        assert part in text and f"(balance.policy {policy}): MaxVio" in text, text
+        if policy == "qb" or dials.get("threshold_source") == "running":
+            assert "balance.policy qb)." not in text and "take balance.policy qb" not in text, text
+
+
+def test_advice_knows_young_runs_saturated_scores_few_tokens_and_a_silent_service() -> None:
+    assert "Possible reasons: the run is 12 steps old" in under("qb", LASTING[:12], first=1)
+    assert "the run is 12 steps old; steps of" in under("sign", LASTING[:12], first=1)
+    assert "an expert gets 2.0 tokens a step, too few" in under("qb", np.tile([[32] + [0] * 15], (20, 1)))
+    told = (Alert(130, "stale", True, (0,), 1, 5.0, 4.0, "steps since the bias last came: 5"),)
+    text = under("qb", LASTING, told=told, service="thread")
+    assert "the service fell silent (alert stale)" in text
+    assert "Alert stale began at step 130: steps since the bias last came: 5." in text
+    assert "stale" not in under("qb", LASTING) and ", stale)." in under("qb", EVEN, told=())
+    assert "Experts are even (balance.policy qb): MaxVio" in under("qb", EVEN)
+    loads_SLE = LASTING[:, None]
+    windows = tuple(
+        HostWindow(
+            one, np.zeros((1, EXPERTS), np.float32), *np.array([[TOKENS], [0], [TOKENS * 4], [0]]), np.zeros((1, 5))
+        )
+        for one in loads_SLE
+    )
+    steps_S = np.arange(101, 101 + STEPS)
+    found = analyze(Loads("here", steps_S, loads_SLE, K, windows, balance=BalanceConfig(estimator="signed_log")))
+    assert "25% of the scores are saturated" in found.verdict[0] and "balance.score_domain logit" in found.verdict[0]
+    assert found.policy == "qb" and list(found.advice) == ["lasting"]
+
+
+def test_a_bias_on_logits_is_judged_by_the_range_of_logits() -> None:
+    bias_LE = np.linspace(-4, 4, EXPERTS, dtype=np.float32)[None]
+    windows = tuple(
+        HostWindow(one[None], bias_LE, *np.array([[TOKENS], [0], [0], [0]]), np.zeros((1, 5))) for one in EVEN
+    )
+    for domain, begun in (("sigmoid", ["bias_range"]), ("logit", [])):
+        config = BalanceConfig(score_domain=domain)
+        found = analyze(Loads("here", np.arange(1, 1 + STEPS), EVEN[:, None], K, windows, balance=config))
+        assert [alert.rule for alert in found.alerts] == begun
+
+
+def test_one_rank_is_asked_nothing_about_ranks() -> None:
+    found = analyze(loads(LASTING))
+    assert "rank_overload" not in found.rules and {one.rank_overload for one in found.layers} == {1.0}
+    assert "rank" not in " ".join(found.verdict) and not found.layers[0].uneven_ranks

@@ -6,17 +6,16 @@ tokens are not taken for a bad router.
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from trine.balance.alerts import DEFAULT_RULES, Alert, Alerts
+from trine.balance.advice import FEWEST, advise
+from trine.balance.alerts import Alert, Alerts, rules_for
 from trine.balance.metrics import (
     coefficient_of_variation,
     dead_over_steps,
@@ -25,51 +24,16 @@ from trine.balance.metrics import (
     rank_overload,
     sampling_floors,
 )
-from trine.balance.record_format import MARGIN_LEVELS, Array, HostWindow
-from trine.balance.recorder_reader import RecorderReader
+from trine.balance.record_format import Array
+from trine.balance.saved_loads import TOLD_RULES, Loads
 from trine.balance.summary import Summaries
 
-LAST_STEPS = 1000
-"""Steps that are read of a recorder's file, the newest single ones."""
 _FLOORS = 2.0  # a CV of more than so many floors is no chance
 _WORTH = 0.2  # MaxVio below this costs nothing worth a word
 _RANK_WORTH = 0.1  # overload of the fullest rank that is worth a word
 _LASTS = 0.5  # correlation from which on loads count as the same
-_FEWEST = 4  # steps from which on it can be said whether something lasts
+_KINDS = ("lasting", "drifting", "changing", "unknown")
 _LOAD_RULES = ("p95", "dead", "max_vio", "rank_overload")  # rules that loads alone can answer
-
-
-@dataclass(frozen=True)
-class Loads:
-    """Loads of successive steps.
-
-    Attributes:
-        source: file or folder they came from.
-        steps_S: ``[S]`` int64 numbers of the steps, rising.
-        loads_SLE: ``[S, L, E]`` int64 tokens of each expert.
-        top_k: experts a token; 1 where it is not known (then loads are taken for tokens).
-        windows_S: what a recorder kept of each step beside the loads, or nothing.
-        notes: what could not be read.
-    """
-
-    source: str
-    steps_S: Array
-    loads_SLE: Array
-    top_k: int = 1
-    windows_S: tuple[HostWindow, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def windows(self) -> Iterator[HostWindow]:
-        """The window of each step; without a recorder's, biases are 0 and nothing else was counted."""
-        if self.windows_S:
-            yield from self.windows_S
-            return
-        _, layers, experts = self.loads_SLE.shape
-        none_L = np.zeros(layers, dtype=np.int64)
-        margins_LQ = np.full((layers, len(MARGIN_LEVELS)), np.nan)
-        for loads_LE in self.loads_SLE:
-            bias_LE = np.zeros((layers, experts), dtype=np.float32)
-            yield HostWindow(loads_LE, bias_LE, loads_LE.sum(-1) // self.top_k, none_L, none_L, none_L, margins_LQ)
 
 
 @dataclass(frozen=True)
@@ -110,7 +74,19 @@ class LayerAnalysis:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The verdict on saved loads; `verdict` says it in sentences."""
+    """The verdict on saved loads; `verdict` says it in sentences.
+
+    Attributes:
+        source: file or folder they came from.
+        steps, first, last: how many steps, and their first and last number.
+        experts, ranks: of a layer.
+        policy: what the run balances with; ``""`` where that is not known.
+        layers: MoE layers, one by one.
+        alerts: what the default rules make of the loads, and what the run told of its controller.
+        rules: rules that could be asked.
+        advice: for each kind of imbalance that was found (`LayerAnalysis.lasts`), what it means and what may help.
+        notes: what could not be read.
+    """
 
     source: str
     steps: int
@@ -118,15 +94,17 @@ class Analysis:
     last: int
     experts: int
     ranks: int
+    policy: str
     layers: tuple[LayerAnalysis, ...]
     alerts: tuple[Alert, ...]
     rules: tuple[str, ...]
+    advice: Mapping[str, str]
     notes: tuple[str, ...]
 
     @property
     def verdict(self) -> list[str]:
         """Plain sentences: imbalance, how long it lasts, where it is, what would have alarmed, what may help."""
-        return [*_on_experts(self.layers), *_on_ranks(self), *_on_alerts(self), *self.notes]
+        return [*_on_experts(self), *_on_ranks(self), *_on_alerts(self), *self.notes]
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -134,152 +112,6 @@ class Analysis:
         for layer in values["layers"]:
             layer["correlation"] = {str(lag): value for lag, value in layer["correlation"].items()}
         return values
-
-
-def read_loads(path: str | Path, last: int = LAST_STEPS) -> Loads:
-    """Read saved loads.
-
-    Args:
-        path: a run's folder or its recorder's file; ``.npy`` or ``.npz`` (its array ``loads``, or its only one, and
-            ``steps`` if there) with ``[S, L, E]`` or ``[S, E]`` token counts; or ``.csv``: a row a step and a column an
-            expert, with or without names, or the columns ``step,layer,expert,load``, ``layer`` being optional.
-        last: newest steps to read.
-
-    Raises:
-        ValueError: no such file, another kind, another shape, or a load that is no whole number of at least 0; the
-            message names the file.
-    """
-    path = Path(path)
-    if last < 1:
-        raise ValueError(f"last: found {last}, need at least 1")
-    if path.is_dir() or path.suffix == ".sqlite":
-        return _from_recorder(path, last)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such run or file")
-    if path.suffix not in (".npy", ".npz", ".csv"):
-        raise ValueError(f"{path}: found a file of kind {path.suffix!r}, need a run's folder, .npy, .npz or .csv")
-    steps_S, loads = _from_csv(path) if path.suffix == ".csv" else _from_numpy(path)
-    loads_SLE = _checked(path, loads)
-    if steps_S is None:
-        steps_S = np.arange(1, len(loads_SLE) + 1, dtype=np.int64)
-    elif steps_S.shape != loads_SLE.shape[:1] or (np.diff(steps_S) <= 0).any():
-        raise ValueError(f"{path}: steps: found shape {steps_S.shape}, need one rising number for each of the loads")
-    return Loads(str(path), steps_S[-last:], loads_SLE[-last:])
-
-
-def _checked(path: Path, loads: Array) -> Array:
-    """``[S, L, E]`` int64."""
-    if loads.ndim == 2:
-        loads = loads[:, None]
-    if loads.ndim != 3 or 0 in loads.shape:
-        raise ValueError(f"{path}: loads: found shape {loads.shape}, need [steps, layers, experts] or [steps, experts]")
-    if not (np.issubdtype(loads.dtype, np.integer) or np.issubdtype(loads.dtype, np.floating)):
-        raise ValueError(f"{path}: loads: found values of type {loads.dtype}, need counts of tokens")
-    whole = np.isfinite(loads) & (loads >= 0) & (loads == np.floor(loads)) & (loads < 2**53)
-    if not whole.all():
-        step, layer, expert = (int(one) for one in np.argwhere(~whole)[0])
-        where = f"row {step}, layer {layer}, expert {expert}"
-        raise ValueError(
-            f"{path}: loads: found {loads[step, layer, expert]} at {where}, need counts of tokens: whole numbers of at "
-            "least 0"
-        )
-    return loads.astype(np.int64)
-
-
-def _from_numpy(path: Path) -> tuple[Array | None, Array]:
-    try:
-        found = np.load(path, allow_pickle=False)
-        if isinstance(found, np.ndarray):
-            return None, found
-        with found:
-            names = [name for name in found.files if name != "steps"]
-            name = "loads" if "loads" in names else names[0] if len(names) == 1 else None
-            if name is None:
-                raise ValueError(f"{path}: found arrays {sorted(found.files)}, need one of the name loads")
-            steps = found["steps"] if "steps" in found.files else None
-            return (None if steps is None else steps.astype(np.int64)), found[name]
-    except ValueError as error:
-        raise error if str(error).startswith(str(path)) else ValueError(f"{path}: cannot be read ({error})") from error
-    except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-
-
-def _from_csv(path: Path) -> tuple[Array | None, Array]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin UTF-8 with a mark
-            rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-    names = [name.strip().lower() for name in rows[0]] if rows else []
-    titled = any(name and not _is_number(name) for name in names)
-    table = [[_number(path, number, cell) for cell in row] for number, row in enumerate(rows[titled:], 1 + titled)]
-    if not table or any(len(row) != len(names) for row in table):
-        raise ValueError(f"{path}: found {len(table)} rows of different or no length, need at least one, all as long")
-    values = np.array(table)
-    if titled and {"step", "expert", "load"} <= set(names) <= {"step", "layer", "expert", "load"}:
-        return _from_long(path, {name: values[:, names.index(name)] for name in names})
-    if titled and names[0] == "step":
-        return values[:, 0].astype(np.int64), values[:, 1:]
-    return None, values
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _number(path: Path, row: int, cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        raise ValueError(f"{path}: row {row}: found {cell!r}, need a number") from None
-
-
-def _from_long(path: Path, columns: Mapping[str, Array]) -> tuple[Array, Array]:
-    """One row a step, layer and expert; what is left out is 0."""
-    keys = {name: columns.get(name, np.zeros(len(columns["step"]))) for name in ("step", "layer", "expert")}
-    for name, one in keys.items():
-        if not (np.isfinite(one) & (one >= 0) & (one == np.floor(one)) & (one < 2**31)).all():
-            raise ValueError(f"{path}: {name}: found values that are no whole numbers of at least 0")
-    steps_S, step_N = np.unique(keys["step"].astype(np.int64), return_inverse=True)
-    layer_N, expert_N = keys["layer"].astype(np.int64), keys["expert"].astype(np.int64)
-    shape = (len(steps_S), int(layer_N.max()) + 1, int(expert_N.max()) + 1)
-    if math.prod(shape) > 1 << 28:
-        raise ValueError(f"{path}: found numbers up to {shape}, need at most 2**28 steps x layers x experts")
-    cell_N = np.ravel_multi_index((step_N, layer_N, expert_N), shape)
-    if len(np.unique(cell_N)) != len(cell_N):
-        raise ValueError(f"{path}: found a step, layer and expert twice, need each once")
-    loads = np.zeros(math.prod(shape))
-    loads[cell_N] = columns["load"]
-    return steps_S, loads.reshape(shape)
-
-
-def _from_recorder(path: Path, last: int) -> Loads:
-    with RecorderReader(path) as reader:
-        points = [point for point in reader.points() if point.tier == 0][-last:]
-        if not points or not reader.layers:
-            raise ValueError(f"{reader.path}: found no single step of an MoE layer, need at least one")
-        frames = [reader.arrays(point.last) for point in points]
-        top_k = int(reader.meta["top_k"])
-        notes = tuple(reader.notes)
-    windows = tuple(
-        HostWindow(
-            # kept to 11 bits: a large load is a whole number again, not the one that was counted
-            loads_LE=np.rint(frame.loads_LE).astype(np.int64),
-            bias_LE=frame.bias_LE,
-            tokens_L=frame.tokens_L,
-            dropped_L=frame.dropped_L,
-            saturated_L=frame.saturated_L,
-            overflow_L=frame.overflow_L,
-            margins_LQ=frame.margins_LQ,
-        )
-        for frame in frames
-    )
-    steps_S = np.array([frame.last for frame in frames], dtype=np.int64)
-    return Loads(str(path), steps_S, np.stack([one.loads_LE for one in windows]), top_k, windows, notes)
 
 
 def analyze(loads: Loads, ranks: int = 1) -> Analysis:
@@ -298,6 +130,8 @@ def analyze(loads: Loads, ranks: int = 1) -> Analysis:
     if not loads.loads_SLE.any():
         raise ValueError(f"{loads.source}: found no token in any step, need at least one")
     alerts, rules = _replay(loads, ranks)
+    found = tuple(_layer(layer, loads.loads_SLE[:, layer], loads.top_k, ranks) for layer in range(layers))
+    kinds = {kind: [one.layer for one in found if one.lasts == kind] for kind in _KINDS}
     return Analysis(
         source=loads.source,
         steps=len(loads.steps_S),
@@ -305,9 +139,11 @@ def analyze(loads: Loads, ranks: int = 1) -> Analysis:
         last=int(loads.steps_S[-1]),
         experts=experts,
         ranks=ranks,
-        layers=tuple(_layer(layer, loads.loads_SLE[:, layer], loads.top_k, ranks) for layer in range(layers)),
+        policy=loads.balance.policy if loads.balance is not None else "",
+        layers=found,
         alerts=tuple(alerts),
         rules=rules,
+        advice={kind: advise(kind, loads, those) for kind, those in kinds.items() if those},
         notes=loads.notes,
     )
 
@@ -365,7 +201,7 @@ def _correlation(deviation_SE: Array, noise: float) -> dict[int, float]:
 
 
 def _lasts(correlation: Mapping[int, float], steps: int) -> str:
-    if steps < _FEWEST or not correlation:
+    if steps < FEWEST or not correlation:
         return "unknown"
     if correlation[steps // 4] >= _LASTS:
         return "lasting"
@@ -373,17 +209,18 @@ def _lasts(correlation: Mapping[int, float], steps: int) -> str:
 
 
 def _replay(loads: Loads, ranks: int) -> tuple[list[Alert], tuple[str, ...]]:
-    """What the default rules would have said, and which of them could be asked."""
+    """What the default rules would have said, and which of them could be asked; what the run itself said in between."""
     _, layers, experts = loads.loads_SLE.shape
-    asked = [rule for rule in DEFAULT_RULES if rule.name not in ("stale", "bias_mismatch")]
-    if not loads.windows_S:
-        asked = [rule for rule in asked if rule.name in _LOAD_RULES]
+    rules = rules_for(loads.balance.score_domain if loads.balance is not None else "sigmoid")
+    recorded = tuple(rule for rule in rules if rule.name not in (*TOLD_RULES, "bias_mismatch"))
+    asked = recorded if loads.windows_S else tuple(rule for rule in rules if rule.name in _LOAD_RULES)
     summaries = Summaries(layers, experts, loads.top_k, ranks)
-    alerts = Alerts(layers, experts, loads.top_k, ranks, tuple(asked))
-    found: list[Alert] = []
+    alerts = Alerts(layers, experts, loads.top_k, ranks, asked)
+    found: list[Alert] = list(loads.told or ())
     for step, window in zip(loads.steps_S, loads.windows(), strict=True):
         found += alerts.step(summaries.step(int(step), window))
-    return found, tuple(rule.name for rule in asked)
+    names = (*(rule.name for rule in alerts.rules), *(TOLD_RULES if loads.told is not None else ()))
+    return sorted(found, key=lambda alert: alert.step), names
 
 
 def _named(layers: list[LayerAnalysis]) -> str:
@@ -392,31 +229,24 @@ def _named(layers: list[LayerAnalysis]) -> str:
     return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:8])}{more}"
 
 
-_MEANING = {
-    "lasting": "the same experts are full or empty throughout: a bias policy can remove it (balance.policy qb)",
-    "drifting": "which experts are full changes slowly: a bias solved at every step follows it (balance.policy qb)",
-    "changing": "other experts are full at each step: no bias can foresee it; take more tokens a step",
-    "unknown": f"too few steps to say whether it lasts: {_FEWEST} are needed",
-}
-
-
-def _on_experts(layers: tuple[LayerAnalysis, ...]) -> list[str]:
-    uneven = [one for one in layers if one.uneven]
+def _on_experts(analysis: Analysis) -> list[str]:
+    layers = analysis.layers
+    under = f" (balance.policy {analysis.policy})" if analysis.policy else ""
     lines = []
-    if not uneven:
+    if not any(one.uneven for one in layers):
         worst = max(layers, key=lambda one: one.max_vio)
         lines.append(
-            f"Experts are even: MaxVio is at most {worst.max_vio:.2f} on average (layer {worst.layer}), where chance "
-            f"gives {worst.max_vio_floor:.2f}."
+            f"Experts are even{under}: MaxVio is at most {worst.max_vio:.2f} on average (layer {worst.layer}), where "
+            f"chance gives {worst.max_vio_floor:.2f}."
         )
-    for kind, meaning in _MEANING.items():
-        those = [one for one in uneven if one.lasts == kind]
-        if those:
-            worst = max(those, key=lambda one: one.max_vio)
-            lines.append(
-                f"Experts are uneven in {_named(those)}: MaxVio {worst.max_vio:.2f} against {worst.max_vio_floor:.2f} "
-                f"by chance, P95 of load over mean {worst.p95:.2f} (layer {worst.layer}); {meaning}."
-            )
+    for kind, meaning in analysis.advice.items():
+        those = [one for one in layers if one.lasts == kind]
+        worst = max(those, key=lambda one: one.max_vio)
+        lines.append(
+            f"Experts are uneven in {_named(those)}{under}: MaxVio {worst.max_vio:.2f} against "
+            f"{worst.max_vio_floor:.2f} by chance, P95 of load over mean {worst.p95:.2f} (layer {worst.layer}); "
+            f"{meaning}."
+        )
     dead = [one for one in layers if one.dead]
     if dead:
         lines.append(f"{sum(one.dead for one in dead)} experts got no token in any step, in {_named(dead)}.")
@@ -443,7 +273,8 @@ def _on_alerts(analysis: Analysis) -> list[str]:
     if not begun:
         return [f"No alert would have begun ({', '.join(analysis.rules)})."]
     return [
-        f"Alert {rule} would have begun at step {', '.join(str(alert.step) for alert in those[:5])}"
+        f"Alert {rule} {'began' if rule in TOLD_RULES else 'would have begun'} at step "
+        f"{', '.join(str(alert.step) for alert in those[:5])}"
         f"{' and later' if len(those) > 5 else ''}: {those[0].text}."
         for rule, those in begun.items()
     ]

@@ -1,0 +1,157 @@
+"""Saved loads in every form they come in, and what is said of a file that is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trine.balance import QuantileBalancing, Recorder
+from trine.balance.record_format import FILE_NAME
+from trine.balance.saved_loads import read_loads
+from trine.config import BalanceConfig
+from trine.ops.router import RouterStats
+
+STEPS, EXPERTS, K = 48, 16, 2
+EVEN, HOT = (np.random.default_rng(seed).integers(0, high, (STEPS, EXPERTS)) for seed, high in ((0, 300), (1, 900)))
+
+
+def _stepped(steps: list[object]) -> dict[str, np.ndarray]:
+    return {"loads": np.ones((2, 2)), "steps": np.array(steps)}
+
+
+def test_formats_hold_the_same_loads(tmp_path: Path) -> None:
+    both = np.stack((HOT, EVEN), axis=1)
+    np.save(tmp_path / "a.npy", both)
+    np.savez(tmp_path / "b.npz", loads=both.astype(np.float32), steps=np.arange(7, 7 + STEPS), other=np.zeros(2))
+    rows = [f"{s},{la},{e},{both[s, la, e]}" for s in range(STEPS) for la in range(2) for e in range(EXPERTS)]
+    (tmp_path / "c.csv").write_text("step,layer,expert,load\n" + "\n".join(row for row in rows if row[-2:] != ",0"))
+    for name, first in (("a.npy", 1), ("b.npz", 7), ("c.csv", 0)):
+        found = read_loads(tmp_path / name)
+        assert np.array_equal(found.loads_SLE, both) and found.steps_S[0] == first
+        assert found.loads_SLE.dtype == np.int64
+    np.savetxt(tmp_path / "d.csv", HOT, fmt="%d", delimiter=",")
+    names = ",".join(["step", *(f"e{i}" for i in range(EXPERTS))])
+    numbered = np.concatenate((np.arange(5, 5 + STEPS)[:, None], HOT), axis=1)
+    np.savetxt(tmp_path / "e.csv", numbered, fmt="%d", delimiter=",", header=names, comments="")
+    np.savez(tmp_path / "f.npz", HOT)
+    for name, first in (("d.csv", 1), ("e.csv", 5), ("f.npz", 1)):
+        found = read_loads(tmp_path / name)
+        assert np.array_equal(found.loads_SLE[:, 0], HOT) and found.steps_S[0] == first, name
+    assert read_loads(tmp_path / "e.csv", last=4).steps_S.tolist() == [49, 50, 51, 52]
+
+
+def _write(path: Path, value: object) -> None:
+    if isinstance(value, bytes):
+        path.write_bytes(value)
+    elif isinstance(value, dict):
+        np.savez(path, **value)
+    elif isinstance(value, np.ndarray):
+        np.save(path, value, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("a.npy", np.zeros(5), "loads: found shape (5,), need [steps, layers, experts] or [steps, experts]"),
+        ("a.npy", np.zeros((0, 5)), "loads: found shape (0, 1, 5)"),
+        ("a.npy", np.full((2, 3), np.nan), "loads: found nan at row 0, layer 0, expert 0, need counts of tokens"),
+        ("a.npy", np.array([[1, 2], [3, -1]]), "loads: found -1 at row 1, layer 0, expert 1"),
+        ("a.npy", np.array([[0.5, 2]]), "found 0.5 at row 0"),
+        ("a.npy", np.array([["a", "b"]]), "need counts of tokens"),
+        ("a.npy", np.array([[{}, {}]]), "cannot be read"),
+        ("a.npy", b"nonsense", "cannot be read"),
+        ("a.npz", b"PK nonsense", "cannot be read"),
+        ("a.npz", {"x": np.ones((2, 2)), "y": np.ones((2, 2))}, "found arrays ['x', 'y'], need one of the name loads"),
+        ("a.npz", _stepped([2, 1]), "steps: found 1 at row 1 after 2, need each number larger than the one before"),
+        ("a.npz", _stepped([2, 2]), "steps: found 2 at row 1 after 2"),
+        ("a.npz", _stepped([-1, 2]), "steps: found -1 at row 0, need whole numbers of at least 0"),
+        ("a.npz", _stepped([1, 1.5]), "steps: found 1.5 at row 1, need whole numbers"),
+        ("a.npz", _stepped([1, np.nan]), "steps: found nan at row 1, need whole numbers"),
+        ("a.npz", _stepped([1, np.inf]), "steps: found inf at row 1, need whole numbers"),
+        ("a.npz", _stepped([2]), "steps: found shape (1,) of int64, need one number for each of the 2 rows"),
+        ("a.npz", _stepped(["1", "2"]), "steps: found shape (2,) of <U1, need one number"),
+        ("a.csv", b"", "found no row of numbers, need at least one"),
+        ("a.csv", b"step,e0\n", "found no row of numbers, need at least one"),
+        ("a.csv", b"1,2\n\n3\n", "line 3: found 1 cells, need 2, as in the first line"),
+        ("a.csv", b"1,2\n3,x\n", "line 2: found 'x', need a number"),
+        ("a.csv", b"1,2\n3,nan\n", "loads: found nan at line 2, layer 0, expert 1"),
+        ("a.csv", b"step,e0\n1,2\n\n3,-2\n", "loads: found -2.0 at line 4, layer 0, expert 0"),
+        ("a.csv", b"step,e0\n1,2\n1.5,2\n", "steps: found 1.5 at line 3, need whole numbers of at least 0"),
+        ("a.csv", b"step,e0\n-1,2\n", "steps: found -1.0 at line 2"),
+        ("a.csv", b"step,e0\nnan,2\n", "steps: found nan at line 2"),
+        ("a.csv", b"Steps,e0\n1,2\n2,2\n\n2,2\n", "steps: found 2 at line 5 after 2, need each number larger"),
+        ("a.csv", b"step,e0\n7,2\n3,2\n", "steps: found 3 at line 3 after 7"),
+        ("a.csv", b"step,expert,load\n1,0,4\n2,0,4\n1,0,5\n", "step 1, layer 0, expert 0 a second time at line 4"),
+        ("a.csv", b"step,expert,load\n1,-1,4\n", "expert: found -1.0 at line 2, need whole numbers of at least 0"),
+        ("a.csv", b"step,expert,load\n1,0,4\n1.5,0,4\n", "step: found 1.5 at line 3"),
+        ("a.csv", b"step,expert,load\n1,0,4\n2,0,-4\n", "load: found -4.0 at line 3"),
+        ("a.csv", b"step,expert,load\n1,2000000000,4\n", "need at most 2**28"),
+        ("a.csv", b"\xff\xfe", "cannot be read"),
+        ("a.txt", b"1", "found a file of kind '.txt', need a run's folder, .npy, .npz or .csv"),
+        ("b.npy", None, "no such run or file"),
+        ("b.sqlite", b"nonsense", "b.sqlite"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, value: object, message: str) -> None:
+    _write(tmp_path / name, value)
+    with pytest.raises(ValueError) as error:
+        read_loads(tmp_path / name)
+    assert message in str(error.value) and str(tmp_path / name) in str(error.value)
+
+
+def test_last_must_be_one_or_more(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="last: found 0, need at least 1"):
+        read_loads(tmp_path, last=0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with ten recorded steps."""
+    stats, policy = RouterStats.allocate(2, EXPERTS, 100), QuantileBalancing(K)
+    recorder = Recorder(tmp_path / FILE_NAME, layers=2, experts=EXPERTS, top_k=K)
+    for step in range(1, 11):
+        stats.loads_LE.add_(torch.randint(1, 50, (2, EXPERTS), dtype=torch.int32))
+        recorder.record(step, policy.step(stats))
+    recorder.close()
+    return tmp_path
+
+
+def event(step: int, begins: bool = True, rule: str = "stale", **more: object) -> str:
+    values = {"layers": [0], "count": 1, "value": None, "level": 4, "text": "late", **more}
+    return json.dumps({"time": 1.0, "kind": "balance_alert", "step": step, "rule": rule, "begins": begins, **values})
+
+
+def test_a_run_tells_its_policy_and_its_controller(run: Path) -> None:
+    """Whether the folder is named or the file in it."""
+    without = read_loads(run)
+    assert without.balance is None and without.told is None and without.notes == ()
+    dials = BalanceConfig(policy="sign", sign_step=0.01).dials()
+    (run / "run.json").write_text(json.dumps({"format_version": 1, "config": {"balance": dials}}))
+    lines = [event(2), event(5, False), event(7), event(7), event(8, rule="p95"), event(99), '{"kind": "saved"}']
+    (run / "events.jsonl").write_text("\n".join(lines))
+    for path in (run, run / FILE_NAME):
+        found = read_loads(path)
+        assert found.balance == BalanceConfig(policy="sign", sign_step=0.01) and found.notes == ()
+        assert [(one.step, one.begins) for one in found.told or ()] == [(2, True), (5, False), (7, True)]
+    # of steps that are not read only what was still on counts
+    assert [one.step for one in read_loads(run, last=3).told or ()] == [7]  # steps 8 to 10; it began at 7
+    assert [one.step for one in read_loads(run, last=5).told or ()] == [7]  # steps 6 to 10; 2 ended at 5
+    (run / "run.json").write_text(json.dumps({"config": {}}))
+    assert read_loads(run).balance is None and read_loads(run).notes == ()
+
+
+@pytest.mark.parametrize(
+    "record", ["", "[]", "{}", '{"config": {"balance": {"policy": "better"}}}', '{"config": {"balance": {"new": 1}}}']
+)
+def test_a_damaged_record_is_noted_and_loads_are_read(run: Path, record: str) -> None:
+    (run / "run.json").write_text(record)
+    torn = [event(3)[:-9], "[]", "nonsense", event(4, level="high"), event(5, layers=None), event(6)]
+    (run / "events.jsonl").write_text("\n".join(torn))
+    found = read_loads(run)
+    assert found.balance is None and [one.step for one in found.told or ()] == [6] and len(found.steps_S) == 10
+    assert "run.json: its balance policy cannot be read" in found.notes[0]
+    assert found.notes[1] == f"{run / 'events.jsonl'}: 5 of its lines cannot be read."
