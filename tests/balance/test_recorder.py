@@ -247,6 +247,35 @@ def test_a_full_disk_is_counted_and_survived(
     assert [row[1] for row in rows(tmp_path / "r")] == [1, 3]  # the transaction of step 2 left nothing
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_failed_steps_are_counted_in_the_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool) -> None:
+    """Also the newest one, whose transaction is taken back; where the count cannot be written either, at the end."""
+    insert, keep = Recorder._insert, Recorder._write_counts
+    closing = threading.Event()
+
+    def limited(self: Recorder, database: sqlite3.Connection, tier: int, frame: Frame) -> None:
+        insert(self, database, tier, frame)
+        if frame.last >= 2:
+            raise sqlite3.OperationalError("database or disk is full")
+
+    def counts(self: Recorder, database: sqlite3.Connection, values: dict[str, int]) -> None:
+        keep(self, database, values)
+        if busy and values["failed"] and not closing.is_set():
+            raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(Recorder, "_insert", limited)
+    monkeypatch.setattr(Recorder, "_write_counts", counts)
+    recorder = Recorder(tmp_path / "r", **SIZES)
+    for step in (1, 2, 3):
+        recorder.record(step, window_of(step))
+    assert recorder.flush()
+    with RecorderReader(tmp_path / "r") as reader:
+        assert (reader.counts()["written"], reader.counts()["failed"]) == (1, 0 if busy else 2)
+        closing.set()
+        recorder.close()
+        assert (reader.counts()["written"], reader.counts()["failed"]) == (1, 2)
+
+
 def test_killed_at_any_time_it_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "r"
     code = (

@@ -162,8 +162,12 @@ def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         protocol.read_key(tmp_path / "absent")
     monkeypatch.setenv("TRINE_BALANCE_KEY", "short")
-    with pytest.raises(ValueError, match="key: TRINE_BALANCE_KEY: found 5 bytes, need at least 16"):
+    with pytest.raises(ValueError) as error:
         protocol.read_key()
+    assert str(error.value) == (
+        "key: TRINE_BALANCE_KEY: found 5 bytes, need at least 16 (the key itself, not the name of its file: "
+        'TRINE_BALANCE_KEY="$(cat FILE)")'
+    )
     monkeypatch.setenv("TRINE_BALANCE_KEY", "x" * 16)
     assert protocol.read_key() == b"x" * 16
 
@@ -177,3 +181,20 @@ def test_connecting_to_what_is_no_service(tmp_path: Path) -> None:
         deaf.listen()
         with pytest.raises(ServiceError, match=r"greeting: no answer within 0\.1 s"):
             protocol.connect(path, b"k" * 16, 0.1)
+
+
+def test_a_name_of_a_file_is_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one of 16 bytes and more, which would work as a key that everybody can guess."""
+    file = tmp_path / ".balance-key"
+    file.write_text("0123456789abcdef\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in (str(file), "~/.balance-key", ".balance-key", f"{tmp_path}/./.balance-key\n"):
+        monkeypatch.setenv("TRINE_BALANCE_KEY", name)
+        with pytest.raises(ValueError) as error:
+            protocol.read_key()
+        found = "key: TRINE_BALANCE_KEY: found the name of a file, need the key in it: "
+        assert str(error.value) == found + 'TRINE_BALANCE_KEY="$(cat FILE)"'
+    for key in ("/" + "a" * 5000, "~nobody-of-this-name/0123456", str(tmp_path), "0123456789abcdef\n"):
+        monkeypatch.setenv("TRINE_BALANCE_KEY", key)
+        assert protocol.read_key() == key.strip().encode()

@@ -176,6 +176,7 @@ class Recorder:
         self._wake = threading.Condition()
         self._closing = False
         self._counts = {"written": 0, "dropped": 0, "failed": 0}
+        self._kept = dict(self._counts)  # what the file has
         self._told: set[str] = set()
         self._database: sqlite3.Connection | None = None
         self._precision, self._since = [0, 0], 0  # of frames of one step, of many
@@ -252,10 +253,24 @@ class Recorder:
                 # Whatever is wrong with the file must not end a training run; it is counted, and told once a kind.
                 if isinstance(job, _Staged):
                     self._counts["failed"] += 1
+                    self._keep_counts()  # those of its own transaction are gone with it
                 self._tell(f"cannot be written ({error})", type(error).__name__)
         if self._database is not None:
+            self._keep_counts()
             with contextlib.suppress(sqlite3.Error):
                 self._database.close()
+
+    def _keep_counts(self) -> None:
+        """Write the counts where the file has others; where that fails too, the next step or the end tries again."""
+        if self._database is not None and self._kept != self._counts:
+            counts = dict(self._counts)
+            with contextlib.suppress(sqlite3.Error), self._database:
+                self._write_counts(self._database, counts)
+                self._kept = counts
+
+    def _write_counts(self, database: sqlite3.Connection, counts: dict[str, int]) -> None:
+        values = json.dumps({**counts, "time": time.time()})
+        database.execute("INSERT OR REPLACE INTO meta VALUES ('counts', ?)", (values,))
 
     def _tell(self, what: str, kind: str) -> None:
         if kind not in self._told:
@@ -298,9 +313,9 @@ class Recorder:
             self._insert(database, 0, frame)
             stale = ((tier, frame.last - self.keep * TIER**tier) for tier in range(_tiers(frame.last)))
             database.executemany("DELETE FROM frames WHERE tier = ? AND last <= ?", stale)
-            counts = {**self._counts, "written": self._counts["written"] + 1, "time": time.time()}
-            database.execute("INSERT OR REPLACE INTO meta VALUES ('counts', ?)", (json.dumps(counts),))
-        self._last = frame.last
+            counts = {**self._counts, "written": self._counts["written"] + 1}
+            self._write_counts(database, counts)
+        self._last, self._kept = frame.last, counts
 
     def _insert(self, database: sqlite3.Connection, tier: int, frame: Frame) -> None:
         many = tier > 0

@@ -35,6 +35,7 @@ _MAGIC = b"TRNB"
 _ENVELOPE = struct.Struct("<4sHxxIQ")
 _MAX_HEADER = 1 << 20
 _MIN_KEY = 16
+_FROM_FILE = f'{KEY_VARIABLE}="$(cat FILE)"'
 _MAX_PATH = 100  # the kernel takes 107 bytes for a socket's path
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -181,15 +182,20 @@ def address_text(address: Address) -> str:
 def read_key(file: str | Path | None = None) -> bytes:
     """The shared key: the bytes of a file that nobody else can read, or the text of `KEY_VARIABLE`.
 
+    White space around it is no part of it. Messages never quote what the variable holds.
+
     Raises:
-        ValueError: no key, one shorter than 16 bytes, or a file that others may read.
+        ValueError: no key, one shorter than 16 bytes, a file that others may read, or a file's name in the variable.
     """
     if file is None or not str(file):
-        key, where = os.environ.get(KEY_VARIABLE, "").encode(), KEY_VARIABLE
-        if not key:
+        text, where = os.environ.get(KEY_VARIABLE, "").strip(), KEY_VARIABLE
+        if not text:
             raise ValueError(f"key: found none, need a file of at least {_MIN_KEY} bytes or {KEY_VARIABLE}")
+        if _is_file(text):
+            raise ValueError(f"key: {where}: found the name of a file, need the key in it: {_FROM_FILE}")
+        key, hint = os.fsencode(text), f" (the key itself, not the name of its file: {_FROM_FILE})"
     else:
-        where = str(file)
+        where, hint = str(file), ""
         try:
             mode = Path(file).stat().st_mode
             key = Path(file).read_bytes().strip()
@@ -198,8 +204,15 @@ def read_key(file: str | Path | None = None) -> bytes:
         if stat.S_IMODE(mode) & 0o077:
             raise ValueError(f"key: {where}: found mode {stat.S_IMODE(mode):o}, need 600: others can read it")
     if len(key) < _MIN_KEY:
-        raise ValueError(f"key: {where}: found {len(key)} bytes, need at least {_MIN_KEY}")
+        raise ValueError(f"key: {where}: found {len(key)} bytes, need at least {_MIN_KEY}{hint}")
     return key
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):  # too long for a name, or a home that is not known
+        return False
 
 
 @contextmanager
