@@ -79,7 +79,7 @@ def _solved(lasts: str, c: BalanceConfig, loads: Loads, layers: Sequence[int], y
     if c.ema:
         late.append(f"balance.ema {c.ema:g} keeps that much of each old bias: 0 keeps nothing")
     if c.service != "off":
-        lag = f"{c.service_lag} steps old" if c.service_lag >= 0 else "as old as the service is slow"
+        lag = f"{c.service_lag} step{'s' * (c.service_lag != 1)} old" if c.service_lag >= 0 else "as old as it is slow"
         late.append(f"the service's bias is {lag} (balance.service_lag): off solves it between steps")
     if loads.told and any(alert.begins for alert in loads.told):
         late.append("the service fell silent (alert stale)")

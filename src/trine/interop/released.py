@@ -1,4 +1,4 @@
-"""The layout of the released K3 checkpoint (huggingface.co/moonshotai, K3 report, arXiv 2607.24653): what fits it."""
+"""The layout of the released K3 checkpoint (K3 report, arXiv 2607.24653): what fits in it."""
 
 from __future__ import annotations
 

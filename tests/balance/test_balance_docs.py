@@ -1,0 +1,89 @@
+"""What docs/balance.md and the balance README say is run, parsed or looked up here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from trine import _balance_verbs as verbs
+from trine._options import parse
+from trine.balance import Freeze, Recorder
+from trine.balance.record_format import FILE_NAME
+from trine.ops.router import RouterStats
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/balance.md", "src/trine/balance/README.md")}
+RESULTS = ROOT / "benchmarks" / "results"
+EXAMPLES = [
+    pytest.param(code, id=f"{name.split('/')[-1]} {number}")
+    for name, page in PAGES.items()
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_examples_run_as_written(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "runs/laptop" in code:
+        (tmp_path / "runs" / "laptop").mkdir(parents=True)
+        recorder = Recorder(tmp_path / "runs" / "laptop" / FILE_NAME, layers=4, experts=56, top_k=2)
+        stats = RouterStats.allocate(4, 56, 10)
+        for step in (1, 2, 3):
+            recorder.record(step, Freeze().step(stats))
+        recorder.close()
+    found: dict[str, object] = {}
+    exec(compile(code.replace('"process"', '"thread"'), "balance", "exec"), found)  # starts in no time
+    printed = capsys.readouterr().out
+    if "sequence_loads" in code:
+        loads_LNE, floor_N = found["of_sequences_LNE"], found["floor_N"]
+        assert isinstance(loads_LNE, torch.Tensor) and isinstance(floor_N, torch.Tensor)
+        assert loads_LNE.sum(-1).tolist() == [[400, 640, 1008]] * 4 and "worst micro-batch" in printed
+        assert f"has a MaxVio of {float(floor_N[0]):.2f} by chance" in " ".join(PAGES["docs/balance.md"].split())
+    if "AsyncBalancing" in code:
+        assert "missed=0" in printed
+
+
+def test_commands_are_understood() -> None:
+    kinds = {"analyze": verbs.Analyze, "stress": verbs.Stress, "serve": verbs.Serve}
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGES["docs/balance.md"], re.MULTILINE | re.DOTALL)
+    lines = [line for kind, block in blocks if not kind for line in block.splitlines() if "trine balance" in line]
+    found = [(verb, parse(f"balance {verb}", kinds[verb], rest)) for _, _, verb, *rest in map(shlex.split, lines)]
+    assert [verb for verb, _ in found] == ["serve", "analyze", "analyze"]
+    assert found[1][1] == verbs.Analyze("runs/laptop", ranks=4) and found[2][1] == verbs.Analyze("loads.csv", json=True)
+
+
+def test_the_default_estimator_is_argued_with_the_figures_of_the_records() -> None:
+    page = PAGES["docs/balance.md"]
+    names = set(re.findall(r"benchmarks/results/([\w.-]+\.json)", page))
+    assert len(names) >= 3 and all((RESULTS / name).is_file() for name in names)
+    section = " ".join(page[page.index("## The default estimator") : page.index("## What a quantile costs")].split())
+    (compared,) = json.loads((RESULTS / next(one for one in names if "compare" in one)).read_text())
+    report, ours = compared["arms"]["qb"], compared["arms"]["qb-signed-log"]
+    vio, loss = ours["max_vio"], ours["loss"]
+    expected = [
+        f"MaxVio is {vio['mean']:.3f} where the report's is {report['max_vio']['mean']:.3f}",
+        f"a difference of {vio['difference']:.3f} ± {vio['error']:.3f}",
+        f"{loss['mean']:.3f} and {report['loss']['mean']:.3f}",
+        f"difference {abs(loss['difference']):.3f} ± {loss['error']:.3f}",
+        f"{ours['wire_bytes'] / 1000:.1f} and {report['wire_bytes'] / 1000:.1f} KB a step",
+        f"real text, {ours['seeds']} seeds",
+    ]
+    assert vio["counts"] and not loss["counts"]
+    rows = json.loads((RESULTS / next(one for one in names if "estimators" in one)).read_text())
+    table = page[page.index("<!-- estimators: begin -->") :]
+    for router in ("skew", "base", "drift"):
+        cv = [
+            re.search(rf"\| {router} \| scores \| {method} \|[^|]*\| ([\d.]+) ±", table)
+            for method in ("signed-log 256, adaptive gain", "report 1000")
+        ]
+        expected.append(" and ".join(one.group(1) for one in cv if one))
+    assert {row["seed"] for row in rows if row["case"].startswith("skew sigmoid")} == set(range(5))
+    for part in expected:
+        assert part in section, part
