@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,12 @@ import pytest
 import torch
 
 from trine.balance import QuantileBalancing, Recorder
+from trine.balance.alerts import Alert
 from trine.balance.record_format import FILE_NAME
 from trine.balance.saved_loads import read_loads
 from trine.config import BalanceConfig
 from trine.ops.router import RouterStats
+from trine.train.run_folder import RunFolder
 
 STEPS, EXPERTS, K = 48, 16, 2
 EVEN, HOT = (np.random.default_rng(seed).integers(0, high, (STEPS, EXPERTS)) for seed, high in ((0, 300), (1, 900)))
@@ -142,6 +146,16 @@ def test_a_run_tells_its_policy_and_its_controller(run: Path) -> None:
     assert [one.step for one in read_loads(run, last=5).told or ()] == [7]  # steps 6 to 10; 2 ended at 5
     (run / "run.json").write_text(json.dumps({"config": {}}))
     assert read_loads(run).balance is None and read_loads(run).notes == ()
+
+
+def test_what_a_run_folder_writes_is_what_is_read(run: Path) -> None:
+    late = Alert(4, "stale", True, (0, 1), 2, math.nan, 4.0, "steps since the bias last came from its controller")
+    over = replace(late, step=6, begins=False, value=0.0, level=1.0)
+    with RunFolder(run) as folder:
+        for alert in (late, over):
+            folder.event("balance_alert", **alert.to_json())
+    told = read_loads(run).told or ()
+    assert [one.to_json() for one in told] == [late.to_json(), over.to_json()] and math.isnan(told[0].value)
 
 
 @pytest.mark.parametrize(

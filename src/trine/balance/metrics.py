@@ -29,13 +29,14 @@ def _counted(loads: Tensor) -> Tensor:
         ValueError: on the CPU, a load that is negative or not finite.
     """
     values = loads.double()
-    good = values.isfinite() & (values >= 0)
-    if not may_read(values):
-        return torch.where(good, values, torch.nan)
-    if not bool(good.all()):
-        first = (~good).nonzero()[0].tolist()
-        raise ValueError(f"loads: found {float(values[tuple(first)]):g} at {first}, need finite numbers of at least 0")
-    return values
+    if may_read(values) and values.numel():
+        low, high = (float(one) for one in values.aminmax())
+        if not 0 <= low <= high < math.inf:  # also where one is NaN, which makes both so
+            first = (~(values.isfinite() & (values >= 0))).nonzero()[0].tolist()
+            found = float(values[tuple(first)])
+            raise ValueError(f"loads: found {found:g} at {first}, need finite numbers of at least 0")
+        return values
+    return torch.where(values.isfinite() & (values >= 0), values, torch.nan)
 
 
 def _relative(loads: Tensor) -> Tensor:
