@@ -13,7 +13,9 @@ import pytest
 from trine import _dash_verb
 from trine.balance.record_format import FILE_NAME
 from trine.train.errors import RunError
-from trine.views import dash_app, dash_guard
+from trine.views import dash_answer, dash_app, dash_guard
+from trine.views.dash_answer import Asked, answer, cell
+from trine.views.dash_script import SCRIPT
 from trine.views.dash_state import PAGES, Runs, View
 from trine.views.demo import DemoSize, write_demo
 
@@ -33,40 +35,49 @@ def run(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "good"))
 
 
-def layout(*folders: Path, page: str = "/") -> str:
-    """The page as it first shows, JSON."""
-    client = dash_app.build(folders).server.test_client()
-    answer = client.get("/_dash-layout", headers={"Referer": f"http://127.0.0.1{page}"}, base_url="http://127.0.0.1")
-    assert answer.status_code == 200, answer.text
-    return answer.text
+def shown(*folders: Path, page: str = "balance", **words: Any) -> str:
+    """What the page is told when it first asks, JSON."""
+    return get(dash_app.build(folders).server.test_client(), page=page, **words).text
 
 
-def call(client: Any, output: str, values: dict[str, Any], changed: list[str]) -> Any:
-    """One callback, as the page would call it."""
-    found = client.get("/_dash-dependencies", base_url="http://127.0.0.1").get_json()
-    (one,) = [dep for dep in found if output in dep["output"]]
-
-    def filled(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{**part, "value": values.get(part["id"])} for part in parts]
-
-    outputs = [
-        dict(zip(("id", "property"), part.rsplit(".", 1), strict=True))
-        for part in one["output"].strip(".").split("...")
-    ]
-    body = {"output": one["output"], "outputs": outputs, "inputs": filled(one["inputs"]), "state": filled(one["state"])}
-    return client.post("/_dash-update-component", json={**body, "changedPropIds": changed}, base_url="http://127.0.0.1")
+def get(client: Any, **words: Any) -> Any:
+    """An answer to a question of the page."""
+    found = client.get("/figures", query_string=words, base_url="http://127.0.0.1")
+    assert found.status_code in (200, 204), found.text
+    return found
 
 
-@pytest.mark.parametrize("page", [f"/{name}" for name in PAGES])
+def parts(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures of an answer by their ids."""
+    return {part["id"]: part for figure in found["figures"] for part in figure}
+
+
+def having(found: dict[str, Any]) -> dict[str, str]:
+    """How a page that has taken an answer in asks on."""
+    have = ",".join(f"{name}:{part['mark']}" for name, part in parts(found).items())
+    return {"seen": found["version"], "have": have, "known": found["known"]}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_page_shows_its_figures_at_once(run: Path, page: str) -> None:
-    text = layout(run, page=page)
-    assert f"{PAGES[page[1:]]}: good" in text and '"aria-current":"page"' in text
-    assert text.count('"type":"figure"') >= (8 if page == "/balance" else 1)
-    assert "Traceback" not in text
+    text = shown(run, page=page)
+    found = json.loads(text)
+    assert found["heading"] == f"{PAGES[page]}: good" and found["steps"] == [60] and found["layers"] == 3
+    assert len(found["figures"]) >= (8 if page == "balance" else 1)
+    assert all("plot" in part for part in parts(found).values()) and "Traceback" not in text
+
+
+def test_the_page_itself_has_controls_and_no_figures(run: Path) -> None:
+    client = dash_app.build([run]).server.test_client()
+    text = client.get("/_dash-layout", base_url="http://127.0.0.1").text
+    assert '"label":"layer 2"' not in text and '"max":60' in text and '"label":"good"' in text
+    assert "Load of every expert" not in text
+    calls = client.get("/_dash-dependencies", base_url="http://127.0.0.1").get_json()
+    assert all(one["clientside_function"] for one in calls)  # none of them asks the server
 
 
 def test_balance_shows_everything_the_page_promises(run: Path) -> None:
-    text = layout(run)
+    text = shown(run)
     for title in (
         *("Load of every expert, step 60", "Percentiles of load over steps", "MaxVio over steps", "Dead experts"),
         *("Bias over steps", "Required bias by layer", "Load of 4 ranks", "Alerts", "Widest bias range"),
@@ -78,43 +89,119 @@ def test_balance_shows_everything_the_page_promises(run: Path) -> None:
 def test_two_runs_stand_side_by_side_on_one_axis(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_demo(other, SIZE, "other", "none")
-    found = json.loads(layout(run, other))
-    figures: dict[str, list[Any]] = {}
-
-    def walk(node: Any) -> None:
-        if isinstance(node, dict):
-            name = node.get("id")
-            if isinstance(name, dict) and name.get("type") == "figure":
-                figures.setdefault(name["key"], []).append(node["figure"]["layout"]["yaxis"].get("range"))
-            for child in node.values():
-                walk(child)
-        elif isinstance(node, list):
-            for child in node:
-                walk(child)
-
-    walk(found)
-    assert {len(one) for one in figures.values()} == {2} and "good beside other" in json.dumps(found)
-    assert figures["dead"][0] == figures["dead"][1] is not None
+    found = json.loads(shown(run, other))
+    ranges = [[part["plot"]["layout"]["yaxis"].get("range") for part in figure] for figure in found["figures"]]
+    assert {len(one) for one in ranges} == {2} and found["heading"] == "Balance: good beside other"
+    dead = parts(found)["dead-0"], parts(found)["dead-1"]
+    assert [one["who"] for one in dead] == ["good", "other"]
+    assert dead[0]["plot"]["layout"]["yaxis"]["range"] == dead[1]["plot"]["layout"]["yaxis"]["range"] is not None
+    assert [one["title"] for one in found["tables"]] == ["Alerts of good", "Alerts of other"]
 
 
-def test_callbacks_follow_what_is_new_and_what_is_chosen(run: Path) -> None:
+def test_a_step_sends_the_figures_of_that_step_only(run: Path) -> None:
     client = dash_app.build([run]).server.test_client()
-    values = {"run-a": 0, "follow": ["on"], "step": 10, "tick": 1, "version": ["", ""], "address": "/"}
-    found = call(client, "run-b.options", values, ["tick.n_intervals"]).get_json()["response"]
-    assert (
-        found["step"]["max"] == found["step"]["value"] == 60
-        and found["version"]["data"][0]
-        and len(found["layer"]["options"]) == 4
+    first = get(client).get_json()
+    moved = get(client, step=50, moved="", **having(first)).get_json()
+    assert set(parts(moved)) == {"heat-0", "layer-0", "required-0", "ranks-0"} and moved["steps"] == [50]
+    assert not moved["whole"] and moved["tables"] is None and "plot" in parts(moved)["layer-0"]
+    assert parts(moved)["layer-0"]["title"] == "Load by layer, step 50"
+    again = get(client, step=50, moved="", **having(first) | {"have": having(moved)["have"]}).get_json()
+    assert all("plot" not in part and "picture" not in part for part in parts(again).values())
+    # on a page whose figures run over steps, the page moves its line by itself
+    training = get(client, page="training").get_json()
+    later = get(client, page="training", step=20, **having(training)).get_json()
+    assert len(parts(later)) == 5 and all("plot" not in part and part["over"] for part in parts(later).values())
+
+
+def test_of_a_large_picture_a_step_sends_the_pixels_only(tmp_path: Path) -> None:
+    size = DemoSize(layers=60, experts=256, top_k=4, steps=4, tokens=4096, ranks=1)
+    write_demo(tmp_path / "large", size, "large", "none")
+    client = dash_app.build([tmp_path / "large"]).server.test_client()
+    first = get(client, what="bias", step=3).get_json()
+    heat = parts(first)["heat-0"]
+    assert heat["cells"] == [60, 256] and "source" not in heat["plot"]["data"][0]
+    for step, parted in ((3, False), (4, True)):
+        found = parts(get(client, what="load", step=step, **having(first)).get_json())["heat-0"]
+        assert found["picture"].startswith("data:image/png;base64,") and found["picture"] != heat["picture"]
+        first["figures"][0] = [found]
+        assert ("plot" not in found) == parted
+
+
+def test_a_look_finds_nothing_until_there_is_something(run: Path) -> None:
+    client = dash_app.build([run]).server.test_client()
+    first = get(client).get_json()
+    assert get(client, look="", **having(first)).status_code == 204
+    with open(run / "events.jsonl", "a") as file:
+        event = {"kind": "balance_alert", "step": 60, "rule": "max_vio", "begins": True, "text": "It is uneven."}
+        file.write(json.dumps(event) + "\n")
+    found = get(client, look="", **having(first)).get_json()
+    assert found["tables"][0]["rows"][0] == ["60", "max_vio", "begins, still on", "It is uneven.", "on"]
+    assert all("plot" not in part for part in parts(found).values())  # none of them shows it
+    shutil.copytree(run, run.parent / "later")
+    more = dash_app.build([run.parent]).server.test_client()
+    known = get(more).get_json()
+    assert known["known"] == 2 and "runs" not in known
+    fewer = get(more, **having(known) | {"known": 1}).get_json()
+    assert sorted(one["label"] for one in fewer["runs"]) == ["good", "later"]
+
+
+def test_a_page_beside_other_work_is_told_to_look_less_often(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = dash_app.build([run], busy=lambda: True).server.test_client()
+    assert get(client).get_json()["busy"] is True
+    ticks = iter([(100, 1000), (100, 1001), (110, 10_000), (9000, 20_000), (0, 0)])
+    monkeypatch.setattr(dash_answer, "_processor_time", lambda: next(ticks))
+    machine = dash_answer.Machine()
+    # too short to say, all cores at work, most of them idle, a machine that does not say
+    assert [machine.busy() for _ in range(4)] == [False, True, False, False]
+
+
+def test_what_is_chosen_is_shown_and_nonsense_is_not(run: Path) -> None:
+    found = shown(run, layer=1, what="bias", theme="dark")
+    assert "Load of every expert" not in found and "Bias of the experts of layer 1" in found
+    assert "Saturated scores of every layer" in shown(run, what="saturation")
+    nonsense: tuple[dict[str, Any], ...] = (
+        {"step": "x", "layer": "[]", "ranks": "{}", "what": 7, "runs": "x,,9,-1", "have": ":,:::,a", "known": "y"},
+        {"step": -1, "layer": 99, "ranks": 7, "expert": 1 << 70, "page": "../..", "theme": HOSTILE, "seen": HOSTILE},
     )
-    same = call(client, "run-b.options", {**values, "version": found["version"]["data"]}, ["tick.n_intervals"])
-    assert "version" not in same.get_json().get("response", {})
-    drawn = call(client, "figures.children", {**values, "layer": 1, "what": "bias", "theme": "dark"}, ["theme.data"])
-    assert "Load of every expert" not in drawn.text and "Bias of the experts of layer 1" in drawn.text
-    assert "Saturated scores of every layer" in call(
-        client, "figures.children", {**values, "what": "saturation"}, ["theme.data"]
-    ).text  # fmt: skip
-    for nonsense in ({"step": "x", "layer": [], "ranks": {}, "what": 7}, {"step": -1, "layer": 99, "ranks": 7}):
-        assert call(client, "figures.children", {**values, **nonsense}, ["theme.data"]).status_code == 200
+    for words in nonsense:
+        assert len(json.loads(shown(run, **{"page": "balance"} | words))["figures"]) == 8
+
+
+def test_a_cell_of_the_picture_is_told_in_words(run: Path) -> None:
+    client = dash_app.build([run]).server.test_client()
+
+    def cell(**words: Any) -> str:
+        return str(client.get("/cell", query_string={"runs": 0, **words}, base_url="http://127.0.0.1").text)
+
+    reader = Runs([run]).data(0)
+    frame = reader.frame(55)
+    assert frame is not None
+    load, mean = frame.loads_LE[2, 7], frame.loads_LE[2].mean()
+    bias = f"bias {frame.bias_LE[2, 7]:.4g}."
+    want = f"Layer 2, expert 7: load {load / mean:.3g} times the layer's mean ({load:,.4g} tokens), {bias}"
+    assert cell(step=55, row=2, column=7) == want
+    most = int(np.argsort(frame.loads_LE[1], kind="stable")[15])
+    assert f"Layer 1, expert {most} (16 of 16 from the least)" in cell(step=55, row=1, column=15, order="value")
+    assert "of the scores saturated" in cell(what="saturation", row=2, column=0)
+    for words in ({"row": 3, "column": 0}, {"row": 0, "column": 16}, {"row": "x"}, {"what": "saturation", "row": 3}):
+        assert cell(**{"column": 0, **words}) == ""
+
+
+def test_training_lists_what_happened(run: Path) -> None:
+    with open(run / "events.jsonl", "a") as file:
+        for event in (
+            {"kind": "non_finite", "step": 31, "time": "2026-01-01T00:00:00Z", "tensor": HOSTILE},
+            {"kind": "rollback", "step": 31, "to_step": 20, "checkpoint": "step-20"},
+            {"kind": "balance_alert", "step": 40, "rule": "dead", "begins": True, "text": "A dead expert."},
+        ):
+            file.write(json.dumps(event) + "\n")
+    events, alerts = json.loads(shown(run, page="training"))["tables"]
+    assert events["title"] == "Events" and events["columns"] == ["Step", "Event", "Time", "What"]
+    assert events["rows"][0] == ["31", "rollback", "", "Back from step 31 to step 20 (step-20).", "on"]
+    text = f"The update was not applied: {HOSTILE} is not finite."
+    assert events["rows"][1] == ["31", "not finite", "2026-01-01T00:00:00Z", text, "on"]
+    assert any(row[1] == "stage" for row in events["rows"])
+    assert ["40", "dead", "begins, still on", "A dead expert.", "on"] in alerts["rows"]
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -181,26 +268,24 @@ def not_finite(folder: Path) -> None:
 def test_bad_input_is_a_sentence_on_the_page(run: Path, spoil: Callable[[Path], None], sentence: str) -> None:
     spoil(run)
     for page in PAGES:
-        text = layout(run, page=f"/{page}")
-        assert "Traceback" not in text and '"type":"figure"' in text
+        text = shown(run, page=page)
+        assert "Traceback" not in text and json.loads(text)["figures"]
         assert page != "balance" or sentence in text
 
 
 def test_a_run_deleted_while_open_is_told(run: Path) -> None:
     client = dash_app.build([run]).server.test_client()
-    values = {"run-a": 0, "follow": ["on"], "step": 60, "version": ["", ""], "address": "/"}
-    before = call(client, "run-b.options", values, ["tick.n_intervals"]).get_json()["response"]["version"]["data"]
+    before = get(client).get_json()
     shutil.rmtree(run)
-    after = call(client, "run-b.options", {**values, "version": before}, ["tick.n_intervals"])
-    assert after.status_code == 200 and after.get_json()["response"]["version"]["data"] != before
-    assert "does not exist (any more)" in call(client, "figures.children", values, ["shape.data"]).text
-    assert "does not exist (any more)" in call(client, "notes.children", values, ["version.data"]).text
+    after = get(client, look="", **having(before)).get_json()
+    assert after["version"] != before["version"]
+    assert "does not exist (any more)" in after["notes"][0] and list(parts(after)) == ["problem-0"]
 
 
 @pytest.mark.parametrize("size", [DemoSize(layers=1, experts=8, top_k=1, steps=1, tokens=64, ranks=1)])
 def test_one_step_is_enough(tmp_path: Path, size: DemoSize) -> None:
     write_demo(tmp_path / "one", size, "one", "none")
-    text = layout(tmp_path / "one")
+    text = shown(tmp_path / "one")
     assert "Load of every expert, step 1" in text and "Traceback" not in text
 
 
@@ -211,7 +296,7 @@ def test_no_moe_layers_is_a_sentence(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "run.json").write_text('{"format_version": 1}')
     Recorder(folder / FILE_NAME, layers=0, experts=4, top_k=1).close()
-    assert "no MoE layers" in layout(folder)
+    assert "no MoE layers" in shown(folder)
 
 
 def test_a_folder_of_five_hundred_runs_lists_them_all(tmp_path: Path) -> None:
@@ -220,7 +305,8 @@ def test_a_folder_of_five_hundred_runs_lists_them_all(tmp_path: Path) -> None:
         (tmp_path / f"run-{i}" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     runs = Runs([tmp_path])
     assert len(runs) == 500 and runs.run(499) is not None and runs.run(500) is None
-    assert layout(tmp_path).count('"label":"run-') == 1000  # both lists
+    client = dash_app.build([tmp_path]).server.test_client()
+    assert client.get("/_dash-layout", base_url="http://127.0.0.1").text.count('"label":"run-') == 1000  # both lists
 
 
 def test_hostile_names_and_texts_stay_text(made: Path, tmp_path: Path) -> None:
@@ -232,9 +318,12 @@ def test_hostile_names_and_texts_stay_text(made: Path, tmp_path: Path) -> None:
     client = dash_app.build([folder]).server.test_client()
     found = client.get("/", base_url="http://127.0.0.1")
     assert HOSTILE not in found.text
-    text = json.dumps(json.loads(layout(folder)))
-    # the page gets it as a text, never as markup: no component that would take it as such is used
-    assert HOSTILE in text and "dangerously" not in text and '"type":"Markdown"' not in text
+    text = json.dumps(json.loads(shown(folder)))
+    # the page gets it as a text, and never takes a text for markup; to plotly.js, which does, it goes escaped
+    assert HOSTILE in text and "innerHTML" not in SCRIPT and "insertAdjacent" not in SCRIPT
+    assert all(HOSTILE not in json.dumps(part.get("plot")) for part in parts(json.loads(text)).values())
+    page = client.get("/_dash-layout", base_url="http://127.0.0.1").text
+    assert "dangerously" not in page and '"type":"Markdown"' not in page
     assert "\\u202e" not in text and "\\u0000" not in text
     alerts = Runs([folder]).alerts(0)
     assert alerts[-1][1] == HOSTILE[:40] or any(one[1].startswith("<img") for one in alerts)
@@ -249,20 +338,25 @@ def test_figures_and_their_data_are_saved(run: Path) -> None:
     def get(path: str) -> Any:
         return client.get(path, base_url="http://127.0.0.1")
 
-    png = get("/export/max-vio.png?page=balance&run=0")
+    png = get("/export/max-vio.png?page=balance&runs=0")
     assert png.status_code == 200 and png.data[:4] == b"\x89PNG" and png.content_type == "image/png"
-    svg = get("/export/heat.svg?page=balance&run=0&step=50&what=bias&order=value")
+    svg = get("/export/heat.svg?page=balance&runs=0&step=50&what=bias&order=value")
     assert b"<svg" in svg.data and 'filename="heat-step-50.svg"' in svg.headers["Content-Disposition"]
-    table = get("/export/heat.csv?page=balance&run=0&step=60").text.splitlines()
+    table = get("/export/heat.csv?page=balance&runs=0&step=60").text.splitlines()
     assert len(table) == 1 + SIZE.layers and len(table[1].split(",")) == 1 + SIZE.experts
-    assert get("/export/loss.csv?page=training&run=0").status_code in (200, 404)
-    for bad in ("/export/max-vio.png?run=1", "/export/max-vio.png?run=-1", "/export/none.png?run=0",
-                "/export/max-vio.pdf?run=0", "/export/max-vio.png?run=0&page=etc", "/export/max-vio.png"):  # fmt: skip
-        answer = get(bad)
-        assert answer.status_code == 404 and "<p>" in answer.text and "root:" not in answer.text
+    assert get("/export/loss.csv?page=training&runs=0").status_code in (200, 404)
+    for bad in ("max-vio.png?runs=1", "max-vio.png?runs=-1", "none.png?runs=0", "max-vio.pdf?runs=0",
+                "max-vio.png?runs=0&page=etc", "max-vio.png"):  # fmt: skip
+        found = get(f"/export/{bad}")
+        assert found.status_code == 404 and "<p>" in found.text and "root:" not in found.text
     assert get("/metrics").status_code == 200
     inside = (run / "run.json").read_text()
-    for path in ("/assets/../../etc/passwd", "/export/..%2f..%2fetc%2fpasswd.png?run=0", "/good/run.json", "/run.json"):
+    for path in (
+        "/assets/../../etc/passwd",
+        "/export/..%2f..%2fetc%2fpasswd.png?runs=0",
+        "/good/run.json",
+        "/run.json",
+    ):
         found = get(path)  # any other address is the page itself, or there is none
         assert found.status_code == 404 or "_dash-renderer" in found.text
         assert "root:" not in found.text and inside not in found.text
@@ -273,7 +367,7 @@ def test_only_reading_is_answered(run: Path) -> None:
     client = dash_app.build([run]).server.test_client()
     for method in ("put", "delete", "patch", "post"):
         assert getattr(client, method)("/", base_url="http://127.0.0.1").status_code == 405
-    layout(run)
+    shown(run)
     after = {one.name: one.read_bytes() for one in run.iterdir() if one.name in before}
     assert after == before
 
@@ -290,7 +384,7 @@ def test_other_names_of_this_machine_are_refused(run: Path) -> None:
 def test_other_addresses_need_the_token(run: Path) -> None:
     token = "a-long-token-of-many-letters"
     client = dash_app.build([run], token=token, host="0.0.0.0").server.test_client()
-    for path in ("/", "/_dash-layout", "/export/max-vio.png?run=0", "/metrics", "/?token=wrong"):
+    for path in ("/", "/_dash-layout", "/figures", "/cell", "/export/max-vio.png?runs=0", "/metrics", "/?token=wrong"):
         assert client.get(path, base_url="http://box:8050").status_code == 403
     answer = client.get(f"/?token={token}", base_url="http://box:8050")
     assert answer.status_code == 302 and token not in answer.headers["Location"]
@@ -367,9 +461,10 @@ def survive(made: Path, folder: Path, first: int, count: int) -> None:
         view = View(step=int(random.integers(70)), layer=layer if layer >= 0 else None)
         charts = runs.charts("balance", 0, view)
         assert charts and all(one.key != "problem" for one in charts), (seed, [one.empty for one in charts])
-        for one in charts:
-            json.dumps(dash_app._plot("balance", one, view, dark=False), allow_nan=False)
-        runs.tiles(0, view), runs.notes(0), runs.span(0)
+        words = {"step": str(view.step), **({} if view.layer is None else {"layer": str(view.layer)})}
+        asked = Asked.of(runs, words)
+        assert answer(runs, asked)
+        cell(runs, asked, 1, 1)
         runs.run(0).close()  # type: ignore[union-attr]
 
 

@@ -66,9 +66,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(made: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     for name in ("alpha", "beta", "gamma"):
         shutil.copytree(made, tmp_path / "runs" / name)
-    server = dash_app.serve(
-        dash_app.build([tmp_path / "runs" / "alpha", tmp_path / "runs"], every=0.25), "127.0.0.1", 0
-    )
+    paths = [tmp_path / "runs" / "alpha", tmp_path / "runs"]
+    server = dash_app.serve(dash_app.build(paths, every=0.25, busy=lambda: False), "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.port}", tmp_path / "runs" / "alpha"
@@ -91,7 +90,9 @@ def browser() -> Iterator[Any]:
 class Opened:
     """A page, what it asked for elsewhere, and what it complained of."""
 
-    def __init__(self, browser: Any, address: str, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
+    def __init__(
+        self, browser: Any, address: str, width: int = 1280, height: int = 2600, scheme: str = "light"
+    ) -> None:
         self.context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, accept_downloads=True
         )
@@ -113,7 +114,7 @@ class Opened:
 
     def wait(self, condition: str) -> None:
         """Until an expression is true. Not Playwright's own way: that needs eval, which the page's policy forbids."""
-        for _ in range(600):
+        for _ in range(300):
             if self.page.evaluate(condition):
                 return
             self.page.wait_for_timeout(100)
@@ -121,7 +122,7 @@ class Opened:
 
     def goto(self, address: str, figures: int = 1) -> Any:
         self.page.goto(address)
-        self.wait(f"document.querySelectorAll('.js-plotly-plot .main-svg').length >= {figures}")
+        self.wait(f"document.querySelectorAll('.js-plotly-plot').length >= {figures}")
         return self.page
 
     def done(self) -> None:
@@ -131,7 +132,7 @@ class Opened:
 
 def test_it_loads_without_a_network_and_the_slider_moves_by_keys(browser: Any, served: tuple[str, Path]) -> None:
     opened = Opened(browser, served[0])
-    page = opened.goto(served[0], 16)
+    page = opened.goto(served[0], 8)
     assert page.title() == "Trine" and page.locator("h1").inner_text() == "Balance: alpha"
     page.locator("#step").focus()
     page.keyboard.press("ArrowLeft")
@@ -145,7 +146,7 @@ def test_it_loads_without_a_network_and_the_slider_moves_by_keys(browser: Any, s
 
 def test_pressing_the_heatmap_zooms_to_a_layer_and_follows_the_expert(browser: Any, served: tuple[str, Path]) -> None:
     opened = Opened(browser, served[0])
-    page = opened.goto(served[0], 16)
+    page = opened.goto(served[0], 8)
     box = page.locator(".figure").first.locator(".nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 5.5 / 32, box["y"] + box["height"] * 2.5 / 4)
     page.wait_for_timeout(300)
@@ -160,7 +161,7 @@ def test_pressing_the_heatmap_zooms_to_a_layer_and_follows_the_expert(browser: A
 def test_a_live_run_grows_and_its_alert_fires(browser: Any, served: tuple[str, Path]) -> None:
     address, run = served
     opened = Opened(browser, address)
-    page = opened.goto(address, 16)
+    page = opened.goto(address, 8)
     loads = Loads(SIZE)
     sizes = {"layers": SIZE.layers, "experts": SIZE.experts, "top_k": SIZE.top_k, "ranks": SIZE.ranks}
     recorder = Recorder(run / FILE_NAME, **sizes, keep=SIZE.keep)
@@ -183,10 +184,10 @@ def test_a_live_run_grows_and_its_alert_fires(browser: Any, served: tuple[str, P
 
 def test_two_runs_beside_each_other_and_every_page(browser: Any, served: tuple[str, Path]) -> None:
     opened = Opened(browser, served[0])
-    page = opened.goto(served[0], 16)
+    page = opened.goto(served[0], 8)
     page.locator("#run-b").click()
     page.get_by_text("gamma", exact=True).click()
-    opened.wait("document.querySelectorAll('.js-plotly-plot').length === 16")
+    opened.wait("document.querySelectorAll('.drawing').length === 16")
     assert page.locator("h1").inner_text() == "Balance: alpha beside gamma"
     for name in ("Depth", "Gates", "Training"):
         page.get_by_role("navigation").get_by_text(name).click()
@@ -198,9 +199,57 @@ def test_two_runs_beside_each_other_and_every_page(browser: Any, served: tuple[s
     opened.done()
 
 
+def test_figures_are_drawn_when_they_come_into_sight(browser: Any, served: tuple[str, Path]) -> None:
+    opened = Opened(browser, served[0], height=700)
+    page = opened.goto(served[0], 1)
+    page.wait_for_timeout(1000)
+    assert 1 <= page.locator(".js-plotly-plot").count() < 8
+    page.locator("#step").focus()
+    page.keyboard.press("Home")
+    opened.wait("document.body.innerText.includes('Load of every expert, step 1')")
+    page.locator(".drawing").last.scroll_into_view_if_needed()
+    opened.wait("[...document.querySelectorAll('.drawing')].pop().querySelector('.js-plotly-plot')")
+    assert page.locator("h2").nth(7).inner_text() == "Load of 4 ranks, step 1"
+    assert not page.locator(".cursor").nth(4).is_hidden()  # of a figure over steps
+    opened.done()
+
+
+def test_a_cell_is_told_under_the_pointer_and_by_keys(browser: Any, served: tuple[str, Path]) -> None:
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0], 8)
+    box = page.locator(".figure").first.locator(".nsewdrag").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 9.5 / 32, box["y"] + box["height"] * 1.5 / 4)
+    opened.wait("document.querySelector('.cell').innerText.startsWith('Layer 1, expert 9: load ')")
+    page.mouse.move(5, 5)
+    opened.wait("document.querySelector('.cell').hidden")
+    cells = page.locator(".drawing").first
+    cells.focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowDown"):
+        cells.press(key)
+    opened.wait("document.querySelector('.cell').innerText.startsWith('Layer 3, expert 10: load ')")
+    cells.press("Escape")
+    assert page.locator(".cell").is_hidden()
+    cells.press("Enter")
+    opened.wait("document.body.innerText.includes('Load of the experts of layer 3')")
+    opened.done()
+
+
+def test_training_has_its_events_as_a_table(browser: Any, served: tuple[str, Path]) -> None:
+    with open(served[1] / "events.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "non_finite", "step": 31, "tensor": HOSTILE}) + "\n")
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0] + "/training", 5)
+    assert [one.inner_text() for one in page.locator("#tables h2").all()] == ["Events", "Alerts"]
+    row = page.locator("#tables section").first.locator("tbody tr").first.inner_text()
+    assert row.split("\t") == ["31", "not finite", "", f"The update was not applied: {HOSTILE} is not finite."]
+    assert page.locator("nav a[aria-current=page]").inner_text() == "Training"
+    assert page.evaluate(CONTRAST) == [] and page.title() == "Trine"
+    opened.done()
+
+
 def test_figures_are_saved_from_the_page(browser: Any, served: tuple[str, Path], tmp_path: Path) -> None:
     opened = Opened(browser, served[0])
-    page = opened.goto(served[0], 16)
+    page = opened.goto(served[0], 8)
     for kind, begins in (("PNG", b"\x89PNG"), ("SVG", b"<?xml"), ("CSV", b"series,step")):
         with page.expect_download() as download:
             page.get_by_role("link", name=re.compile(f"^MaxVio over steps as {kind}")).click()
@@ -212,8 +261,8 @@ def test_figures_are_saved_from_the_page(browser: Any, served: tuple[str, Path],
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_it_reads_well(browser: Any, served: tuple[str, Path], width: int, scheme: str) -> None:
-    opened = Opened(browser, served[0], width=width, scheme=scheme)
-    page = opened.goto(served[0], 16)
+    opened = Opened(browser, served[0], width=width, height=2600 if width == 1280 else 4800, scheme=scheme)
+    page = opened.goto(served[0], 8)
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate(CONTRAST) == []
@@ -228,7 +277,7 @@ def test_it_reads_well(browser: Any, served: tuple[str, Path], width: int, schem
 
 def test_everything_has_a_name_and_can_be_reached_by_keys(browser: Any, served: tuple[str, Path]) -> None:
     opened = Opened(browser, served[0])
-    page = opened.goto(served[0], 16)
+    page = opened.goto(served[0], 8)
     nodes = opened.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
     shown = [one for one in nodes if not one.get("ignored") and one.get("role", {}).get("value") in NAMED]
     assert len(shown) > 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from trine.balance import Recorder, Window
 from trine.balance.record_format import FILE_NAME
 from trine.ops.router import RouterStats
-from trine.views.prometheus_page import TRAINING, metrics_text
+from trine.views.prometheus_page import MOST_RUNS, TRAINING, metrics_text
 from trine.views.run_view import RunView
 
 Line = dict[str, Any]
@@ -66,7 +67,8 @@ def whole_run(run_with: Callable[..., Path], looked: Callable[..., Line], name: 
         {"kind": "spike", "step": 4},
         {"kind": "balance_alert", "rule": "dead", "begins": True, "count": 2, "step": 5, "text": "dead"},
     ]
-    folder = run_with(name, probes=[looked(0), looked(5)], metrics=[METRIC], events=events)
+    model = {"layers": 4, "dense_layers": 2}  # recorded layers 0 and 1 are the model's 2 and 3
+    folder = run_with(name, probes=[looked(0), looked(5)], metrics=[METRIC], events=events, model=model)
     record(folder)
     return RunView(folder)
 
@@ -79,7 +81,7 @@ def test_every_figure_of_a_run(run_with: Callable[..., Path], looked: Callable[.
     assert found["trine_train_planned_steps", "run=run"] == 40
     assert found["trine_events", "kind=spike", "run=run"] == 2
     assert found["trine_balance_step", "run=run"] == 2
-    assert found["trine_load_ratio", "layer=1", "quantile=0.99", "run=run"] > 1
+    assert found["trine_load_ratio", "layer=3", "quantile=0.99", "run=run"] > 1
     assert found["trine_balance_alert_layers", "rule=dead", "run=run"] == 2
     assert found["trine_balance_alert_layers", "rule=p95", "run=run"] == 0
     assert found["trine_recorder_steps", "fate=written", "run=run"] == 2
@@ -91,6 +93,56 @@ def test_every_figure_of_a_run(run_with: Callable[..., Path], looked: Callable[.
     )
     assert found["trine_inside_activation_max", "part=stream", "run=run"] == probe.peaks["stream"].largest.max()
     assert len(found) < 160
+
+
+def numbers_of(run: RunView, name: str) -> set[str]:
+    found = samples(metrics_text([run]))
+    return {
+        one.removeprefix("layer=") for key in found if key[0] == name for one in key[1:] if one.startswith("layer=")
+    }
+
+
+def test_a_layer_is_one_thing_in_loads_and_in_looks_inside(
+    run_with: Callable[..., Path], looked: Callable[..., Line]
+) -> None:
+    run = whole_run(run_with, looked)
+    for name in ("trine_load_ratio", "trine_experts_dead", "trine_busiest_expert", "trine_busiest_load_ratio"):
+        assert numbers_of(run, name) == {"2", "3"}
+    assert numbers_of(run, "trine_inside_openness") == {"0", "1", "2", "3"}
+
+
+def test_the_layer_that_predicts_a_token_more_has_the_number_after_the_last(run_with: Callable[..., Path]) -> None:
+    folder = run_with(metrics=[METRIC], model={"layers": 4, "dense_layers": 3, "mtp": True})
+    record(folder)
+    assert numbers_of(RunView(folder), "trine_load_ratio") == {"3", "4"}
+
+
+@pytest.mark.parametrize(
+    "model", [None, {}, {"layers": 4}, {"layers": 4, "dense_layers": 1}, {"layers": True, "dense_layers": -1}]
+)
+def test_without_the_models_numbers_a_layer_says_that_it_counts_moe_layers(
+    run_with: Callable[..., Path], model: Any
+) -> None:
+    folder = run_with(metrics=[METRIC], model=model)
+    record(folder)
+    assert numbers_of(RunView(folder), "trine_load_ratio") == {"MoE 0", "MoE 1"}
+
+
+def test_of_many_runs_the_one_that_is_written_to_now_is_served(run_with: Callable[..., Path]) -> None:
+    runs = []
+    for i in range(MOST_RUNS + 5):
+        folder = run_with(f"run-{i:02}", metrics=[METRIC])
+        for file in folder.iterdir():
+            os.utime(file, (1_000_000 - i, 1_000_000 - i))  # as they are found: newest first
+        runs.append(RunView(folder))
+    training = RunView(run_with("training-now", metrics=[METRIC]))  # one that appeared later is added at the end
+    served = {key[1] for key in samples(metrics_text([*runs, training])) if key[0] == "trine_run_readable"}
+    assert "run=training-now" in served and len(served) == MOST_RUNS
+    assert "run=run-00" in served and "run=run-24" not in served
+    with open(runs[-1].path / "metrics.jsonl", "a") as file:  # an old one goes on
+        file.write(json.dumps({**METRIC, "step": 8}) + "\n")
+    found = samples(metrics_text([*runs, training]))
+    assert found["trine_train_step", "run=run-24"] == 8
 
 
 def test_hostile_and_equal_names_gone_runs_and_none(run_with: Callable[..., Path], tmp_path: Path) -> None:

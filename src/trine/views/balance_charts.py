@@ -13,6 +13,7 @@ import numpy as np
 from trine.balance.record_format import MARGIN_LEVELS, Array, Frame
 from trine.views.balance_data import BalanceData, History
 from trine.views.chart import Axis, Band, Bars, Chart, Colour, Heatmap, Line, Mark, nothing
+from trine.views.run_series import STEPS
 
 What = Literal["load", "bias", "saturation"]
 Order = Literal["number", "value"]
@@ -30,7 +31,6 @@ _LEAST = 0.05
 _TIMES = ((0.05, "0.05"), (0.1, "0.1"), (0.2, "0.2"), (0.5, "0.5"), (1.0, "1"), (2.0, "2"), (5.0, "5"), (10.0, "10"),
           (20.0, "20"), (50.0, "50"), (100.0, "100"))  # fmt: skip
 _PROBITS = {"p1": -2.326348, "p5": -1.644854, "p50": 0.0, "p95": 1.644854, "p99": 2.326348}
-_STEP = Axis("step", whole=True)
 _FOLLOWED: tuple[Colour, ...] = ("blue", "red", "green", "purple", "orange", "sky")
 
 
@@ -104,9 +104,7 @@ def _saturation(data: BalanceData) -> Chart:
     title = "Saturated scores of every layer over steps"
     if history is None:
         return nothing("heat", title, data.problem or "Nothing was recorded.", height=1.45, wide=True)
-    steps, share_PL = history.steps, history.of("saturated")
-    grid = np.linspace(steps[0], steps[-1], min(len(steps), 400)).round().astype(np.int64)
-    at = np.minimum(np.searchsorted(steps, grid), len(steps) - 1)
+    share_PL, grid, at = history.of("saturated"), *_columns(history)
     places = np.linspace(0, len(grid) - 1, min(6, len(grid))).round().astype(int)
     return Chart(
         "heat",
@@ -118,6 +116,40 @@ def _saturation(data: BalanceData) -> Chart:
         height=1.45,
         wide=True,
     )  # fmt: skip
+
+
+def _columns(history: History) -> tuple[Array, Array]:
+    """Steps of the columns of the picture over steps, and the point of the history that each shows."""
+    steps = history.steps
+    grid = np.linspace(steps[0], steps[-1], min(len(steps), 400)).round().astype(np.int64)
+    return grid, np.minimum(np.searchsorted(steps, grid), len(steps) - 1)
+
+
+def cell_words(data: BalanceData, step: int | None, what: What, order: Order, row: int, column: int) -> str:
+    """What one cell of `heat_chart` stands for, in words with its values; empty where there is no such cell."""
+    if what == "saturation":
+        history = data.history()
+        if history is None:
+            return ""
+        grid, at = _columns(history)
+        share_PL = history.of("saturated")
+        if not (0 <= row < share_PL.shape[1] and 0 <= column < len(grid)):
+            return ""
+        return f"Layer {row}, step {grid[column]:,}: {share_PL[at[column], row]:.3%} of the scores saturated."
+    frame = data.frame(step)
+    if frame is None or not (0 <= row < len(frame.loads_LE) and 0 <= column < frame.loads_LE.shape[1]):
+        return ""
+    with np.errstate(all="ignore"):
+        mean = float(frame.loads_LE[row].mean())
+        place, expert = "", column
+        if order == "value":
+            expert = int(
+                np.argsort(frame.bias_LE[row] if what == "bias" else frame.loads_LE[row], kind="stable")[column]
+            )
+            place = f" ({column + 1} of {frame.loads_LE.shape[1]} from the least)"
+        tokens, bias = float(frame.loads_LE[row, expert]), float(frame.bias_LE[row, expert])
+    load = f"{tokens / mean:.3g} times the layer's mean" if mean > 0 else "none in the whole layer"
+    return f"Layer {row}, expert {expert}{place}: load {load} ({tokens:,.4g} tokens), bias {bias:.4g}."
 
 
 def layer_chart(frame: Frame, layer: int | None, what: What, order: Order, top_k: int) -> Chart:
@@ -201,7 +233,7 @@ def percentile_chart(history: History, layer: int | None, top_k: int, experts: i
     return Chart(
         "percentiles",
         f"Percentiles of load over steps, {where}",
-        _STEP,
+        STEPS,
         y,
         bands=(
             Band("P1 to P99", steps, p["p1"], p["p99"], "blue", 0.16),
@@ -239,7 +271,7 @@ def max_vio_chart(history: History, layer: int | None, top_k: int, experts: int)
     positive = values[np.isfinite(values) & (values > 0)]
     wide = bool(len(positive)) and positive.max() > 20 * np.median(positive)
     title = f"MaxVio over steps{'' if layer is None else f', layer {layer}'}"
-    return Chart("max-vio", title, _STEP, Axis("largest load / mean load - 1", log=wide), lines=lines)
+    return Chart("max-vio", title, STEPS, Axis("largest load / mean load - 1", log=wide), lines=lines)
 
 
 def dead_chart(history: History, layer: int | None) -> Chart:
@@ -249,7 +281,7 @@ def dead_chart(history: History, layer: int | None) -> Chart:
     return Chart(
         "dead",
         title,
-        _STEP,
+        STEPS,
         Axis("experts", low=0.0, high=None if count.size and np.nanmax(np.append(count, 0)) > 0 else 1.0, whole=True),
         bands=(Band("", history.steps, np.zeros(len(count)), count, "red", 0.25),),
         lines=(Line("dead", history.steps, count, "red", steps=True),),
@@ -267,7 +299,7 @@ def bias_chart(data: BalanceData, history: History, layer: int | None, follow: i
         return Chart(
             "bias",
             "Bias over steps, all layers",
-            _STEP,
+            STEPS,
             Axis("bias"),
             bands=(
                 Band("all layers, least to largest", steps, lowest, highest, "purple", 0.16),
@@ -294,7 +326,7 @@ def bias_chart(data: BalanceData, history: History, layer: int | None, follow: i
     return Chart(
         "bias",
         f"Bias over steps, layer {layer}",
-        _STEP,
+        STEPS,
         Axis("bias"),
         bands=(
             Band("least to largest", steps, low, high, "grey", 0.16),

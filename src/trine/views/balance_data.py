@@ -56,6 +56,7 @@ class BalanceData:
         self._history: History | None = None
         self._biases: dict[int, dict[Point, Array]] = {}
         self._frames: OrderedDict[Any, Frame] = OrderedDict()
+        self._points: tuple[Any, list[Point]] = (None, [])
 
     def _reader(self) -> RecorderReader | None:
         reader = self.run.recorder()
@@ -89,7 +90,7 @@ class BalanceData:
         with self._lock:
             try:
                 reader = self._reader()
-                points = reader.points() if reader is not None else []
+                points = self._all_points(reader) if reader is not None else []
             except RecordError as error:
                 self.problem = plain(error)
                 return None
@@ -97,9 +98,16 @@ class BalanceData:
                 self.problem = "No step was recorded yet."
             return (points[0].last, points[-1].last) if points else None
 
+    def _all_points(self, reader: RecorderReader) -> list[Point]:
+        """All points; read once a version of the file, for their rows take as long as a picture."""
+        version = reader.version()
+        if self._points[0] != version:
+            self._points = (version, reader.points())
+        return self._points[1]
+
     def _thinned(self, reader: RecorderReader, most: int) -> list[Point]:
         """Of each tier every second, fourth, … point, the same ones when steps come to it, and always the last."""
-        points = reader.points()
+        points = self._all_points(reader)
         stride = 1
         while len(points) // stride > most:
             stride *= 2

@@ -172,6 +172,7 @@ class Mark:
     axis: Literal["x", "y"] = "x"
     colour: Colour = "grey"
     dash: Dash = "dash"
+    moves: bool = False  # the step that is looked at: pages move it by themselves
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.at):

@@ -90,6 +90,11 @@ class Runs:
     def __len__(self) -> int:
         return len(self.runs)
 
+    def opening(self) -> tuple[int, ...]:
+        """The runs a page begins with: two that were named beside each other, else the first."""
+        both = len(self.paths) > 1 and len(self) == 2
+        return (0, 1) if both else (0,) if self.runs else ()
+
     def run(self, number: Any) -> RunView | None:
         """The run of a number; None when there is none."""
         at = whole(number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from trine.views.dash_script import SCRIPT
+
 CSS = """
 :root { --ground:#f4f5f7; --card:#ffffff; --ink:#1d2127; --soft:#555d68; --line:#d9dde3; --accent:#0b5cad;
   --bad:#a32a00; --badground:#fdeee7; --good:#00663f; --noteground:#eef4fb; color-scheme:light; }
@@ -75,7 +77,12 @@ header:has(nav a[aria-current=page]:not([href='/'])) ~ .controls .balance-only {
 .on { color:var(--bad); font-weight:650; } .off { color:var(--good); }
 .js-plotly-plot image, .js-plotly-plot .imagelayer image { image-rendering:pixelated; }
 .modebar { display:none !important; }
-.dash-graph { min-height:120px; }
+.drawing { position:relative; }
+.cursor { position:absolute; width:0; border-left:1.5px solid #8a93a0; pointer-events:none; }
+.cell { position:absolute; z-index:5; max-width:320px; padding:4px 8px; font-size:12.5px; pointer-events:none;
+  background:var(--card); border:1px solid var(--soft); border-radius:5px; }
+.cursor[hidden], .cell[hidden] { display:none; }
+.unseen { position:absolute; width:1px; height:1px; overflow:hidden; clip-path:inset(50%); }
 footer { color:var(--soft); font-size:12.5px; padding:0 20px 24px; max-width:1680px; margin:0 auto; }
 @media (max-width:860px) {
   .figures, .pairrow { grid-template-columns:minmax(0,1fr); }
@@ -96,30 +103,6 @@ CSS += """
   --Dash-Shading-Weak:rgba(0,0,0,.15); }
 """
 
-THEME = """
-function(clicks, now) {
-  const theme = now === 'dark' ? 'light' : 'dark';
-  document.documentElement.dataset.theme = theme;
-  document.cookie = 'trine_theme=' + theme + '; SameSite=Strict; path=/';
-  return [theme, theme === 'dark' ? 'Light' : 'Dark'];
-}
-"""
-"""Light or dark: as the system says, until the button is pressed."""
-
-CURSOR = """
-function(step, figures) {
-  document.querySelectorAll('.overtime .js-plotly-plot').forEach(plot => {
-    if (!window.Plotly || !plot.layout || !plot.layout.shapes || !plot.layout.shapes.length) { return; }
-    const steps = ((plot.data || [])[0] || {}).x || [];
-    const at = Math.min(Number(step), steps.length ? steps[steps.length - 1] : Number(step));
-    if (plot.layout.shapes[0].name !== 'cursor' || plot.layout.shapes[0].x0 === at) { return; }
-    window.Plotly.relayout(plot, {'shapes[0].x0': at, 'shapes[0].x1': at});
-  });
-  return window.dash_clientside.no_update;
-}
-"""
-"""Moves the line that marks the step in figures over steps, without asking the server."""
-
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -127,8 +110,6 @@ PAGE = """<!DOCTYPE html>
 {%metas%}
 <title>{%title%}</title>
 {%favicon%}
-<link rel="preload" as="script" href="/_dash-component-suites/plotly/package_data/plotly.min.js">
-<link rel="preload" as="script" href="/_dash-component-suites/dash/dcc/async-graph.js">
 {%css%}
 <style>__CSS__</style>
 <script>
@@ -143,7 +124,9 @@ PAGE = """<!DOCTYPE html>
   document.documentElement.dataset.theme = theme;
   document.cookie = 'trine_theme=' + theme + '; SameSite=Strict; path=/';
 })();
+__SCRIPT__
 </script>
+<script async src="/_dash-component-suites/plotly/package_data/plotly.min.js"></script>
 </head>
 <body>
 <a class="skip" href="#main">Skip to the figures</a>
@@ -155,4 +138,4 @@ PAGE = """<!DOCTYPE html>
 {%renderer%}
 </body>
 </html>
-""".replace("__CSS__", CSS)
+""".replace("__CSS__", CSS).replace("__SCRIPT__", SCRIPT)

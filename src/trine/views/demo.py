@@ -223,7 +223,8 @@ def _clear(folder: Path) -> None:
 
 
 def _run_json(size: DemoSize, name: str, policy: str) -> dict[str, Any]:
-    model = {"preset": "demo", "layers": size.layers, "experts": size.experts, "experts_per_token": size.top_k}
+    sizes = {"layers": size.layers, "dense_layers": 0, "experts": size.experts, "experts_per_token": size.top_k}
+    model = {"preset": "demo", **sizes}
     return {
         "format_version": 1,
         "name": name,

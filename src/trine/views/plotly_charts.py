@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import math
 from typing import Any
@@ -27,6 +28,8 @@ _GROUND = {False: ("#222222", "#E3E5E9", "#ffffff"), True: ("#E8EAED", "#363C46"
 """Ink, grid, and the ground of what is shown while pointing at it."""
 _CELLS_WITH_VALUES = 12_000
 """Heatmaps up to this size tell each cell's value when pointed at; larger ones are one image."""
+_LONG = 64
+"""Points from which a curve is sent as bytes."""
 HEIGHT = 290
 """Pixels of a figure of height 1."""
 
@@ -60,13 +63,13 @@ def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
         layout |= {"hovermode": "closest", "showlegend": False}
         layout["margin"] = {**layout["margin"], "r": 84}
     for band in chart.bands:
-        edge: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": _list(band.x), "line": {"width": 0}}
+        edge: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": _column(band.x), "line": {"width": 0}}
         edge |= {"showlegend": False, "hoverinfo": "skip", "connectgaps": False}
         name = html.escape(band.name)
         fill = _faint(colours[band.colour], band.opacity)
-        data.append({**edge, "y": _list(band.low), "legendgroup": name})
+        data.append({**edge, "y": _column(band.low), "legendgroup": name})
         data.append(
-            {**edge, "y": _list(band.high), "fill": "tonexty", "fillcolor": fill, "name": name, "legendgroup": name}
+            {**edge, "y": _column(band.high), "fill": "tonexty", "fillcolor": fill, "name": name, "legendgroup": name}
             | {"showlegend": bool(name)}
         )
     data += [_bars(bars, colours) for bars in chart.bars] + [_line(line, colours) for line in chart.lines]
@@ -77,13 +80,16 @@ def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
         layout["yaxis"]["scaleanchor"] = False  # else an image's pixels are squares
     layout["shapes"], layout["annotations"] = [], []
     for mark in chart.marks:
+        if mark.moves:
+            continue  # the page draws it over the figure, and moves it without drawing the figure anew
         _mark(layout, mark, chart.x if mark.axis == "x" else chart.y, colours)
     return {"data": data, "layout": layout}
 
 
 def _line(line: Line, colours: dict[Colour, str]) -> dict[str, Any]:
     look: dict[str, Any] = {"color": colours[line.colour]}
-    trace: dict[str, Any] = {"type": "scatter", "name": html.escape(line.name), "x": _list(line.x), "y": _list(line.y)}
+    trace: dict[str, Any] = {"type": "scatter", "name": html.escape(line.name)}
+    trace |= {"x": _column(line.x), "y": _column(line.y)}
     trace |= {"showlegend": bool(line.name), "hovertemplate": "%{y:.4g}"}
     lone = np.asarray(line.x).size == 1  # a line of one point would not be seen
     if line.points or lone:
@@ -93,10 +99,11 @@ def _line(line: Line, colours: dict[Colour, str]) -> dict[str, Any]:
 
 
 def _bars(bars: Bars, colours: dict[Colour, str]) -> dict[str, Any]:
-    trace: dict[str, Any] = {"type": "bar", "name": html.escape(bars.name), "x": _list(bars.x), "y": _list(bars.height)}
+    trace: dict[str, Any] = {"type": "bar", "name": html.escape(bars.name)}
+    trace |= {"x": _column(bars.x), "y": _column(bars.height)}
     trace |= {"marker": {"color": colours[bars.colour], "line": {"width": 0}}, "showlegend": bool(bars.name)}
     if bars.width is not None:
-        trace["width"] = _list(bars.width)
+        trace["width"] = _column(bars.width)
     return trace | {"hovertemplate": "%{y:.4g}"}
 
 
@@ -175,6 +182,21 @@ def _heatmap(heatmap: Heatmap, chart: Chart, dark: bool) -> list[dict[str, Any]]
     marker = {"color": [0, 1], "cmin": 0, "cmax": 1, "colorscale": scale, "showscale": True, "colorbar": bar}
     hidden = {"type": "scatter", "mode": "markers", "x": [None, None], "y": [None, None], "marker": marker}
     return [image, hidden | {"hoverinfo": "skip", "showlegend": False}]
+
+
+def _column(values: ArrayLike | None) -> list[float | None] | dict[str, str]:
+    """Numbers of a curve; of a long one the bytes, which cost neither side time, and in which gaps are NaN."""
+    numbers = np.asarray(values, dtype="<f8")
+    if numbers.size < _LONG:
+        return _list(numbers)
+    with np.errstate(over="ignore", invalid="ignore"):
+        short = numbers.astype("<f4")
+        whole = np.all(np.isnan(numbers) | (np.trunc(numbers) == numbers))
+        exact = np.array_equal(short.astype("<f8"), numbers, equal_nan=True)
+    # steps must not be rounded; other numbers are as good in seven digits, where those can say them
+    if not exact and (whole or not np.array_equal(np.isfinite(short), np.isfinite(numbers))):
+        return {"dtype": "f8", "bdata": base64.b64encode(numbers.tobytes()).decode("ascii")}
+    return {"dtype": "f4", "bdata": base64.b64encode(short.tobytes()).decode("ascii")}
 
 
 def _list(values: ArrayLike | None) -> list[float | None]:

@@ -1,6 +1,7 @@
 """``/metrics`` of the dashboard: the newest figures of some runs as a page for Prometheus.
 
-The number of series is bounded whatever the number of experts and heads: a few of a run, a few of a layer.
+The number of series is bounded whatever the number of experts and heads: a few of a run, a few of a layer. The label
+``layer`` is the layer's number in the model, of loads of experts as of what was seen inside.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ TRAINING: Mapping[str, tuple[str, str]] = {
 """Series of a run: the key of ``metrics.jsonl`` they come from, and what they say."""
 
 
+MOST_RUNS = 20
+"""Of a page: those whose files were written last."""
 _MOST_KINDS = 40  # of events
+_MOST_LAYERS = 4096
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of the page."""
 
@@ -43,11 +47,15 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def metrics_text(runs: Sequence[RunView]) -> str:
     """The page. A run that cannot be read has ``trine_run_readable`` 0 and nothing else.
 
+    Args:
+        runs: of more than `MOST_RUNS` those that were written to last are served, so that the one that is training
+            now is among them.
+
     Raises:
         ValueError: prometheus_client is not installed.
     """
     found: dict[str, tuple[Prometheus | None, list[Family]]] = {}
-    for run in runs:
+    for run in newest(runs):
         name, copies = run.name, 1
         while name in found:
             copies += 1
@@ -58,6 +66,25 @@ def metrics_text(runs: Sequence[RunView]) -> str:
             families += [*_training(run), *_events(run), *_inside(run.probes())]
         found[name] = (_experts(run) if readable else None, families)
     return exposition(found)
+
+
+def newest(runs: Sequence[RunView], most: int = MOST_RUNS) -> list[RunView]:
+    """The runs that were written to last, in the order given."""
+    if len(runs) <= most:
+        return list(runs)
+    latest = sorted(range(len(runs)), key=lambda i: (runs[i].written(), i))[-most:]
+    return [runs[i] for i in sorted(latest)]
+
+
+def moe_layers(run: RunView, count: int) -> range:
+    """The model's numbers of its ``count`` recorded MoE layers, as ``run.json`` tells; empty where it does not.
+
+    They are the layers after the dense ones. A layer that predicts one token more has the number after the last.
+    """
+    dense, layers = run.config("model", "dense_layers"), run.config("model", "layers")
+    if type(dense) is not int or type(layers) is not int or not 0 <= dense <= layers <= _MOST_LAYERS:
+        return range(0)
+    return range(dense, dense + count) if dense + count == layers + bool(run.config("model", "mtp")) else range(0)
 
 
 def _experts(run: RunView) -> Prometheus | None:
@@ -73,6 +100,7 @@ def _experts(run: RunView) -> Prometheus | None:
     if frame is None or not reader.layers:
         return None
     gauges = Prometheus()
+    gauges.layers = moe_layers(run, reader.layers)
     on = {rule: range(count) for rule, count in layers_on(run.events()).items()}
     gauges.update(frame, on, {name: counts[name] for name in ("written", "dropped", "failed") if name in counts})
     return gauges

@@ -63,7 +63,7 @@ def running_median(values: Array, width: int) -> Array:
 
 def step_marks(step: int | None) -> list[Mark]:
     """A line at the step that is looked at; none at the newest."""
-    return [] if step is None else [Mark(step, f"step {step:,}", colour="ink", dash="solid")]
+    return [] if step is None else [Mark(step, f"step {step:,}", colour="ink", dash="solid", moves=True)]
 
 
 def stage_marks(run: RunView) -> list[Mark]:

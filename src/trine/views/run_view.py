@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trine.balance.record_format import FILE_NAME, RecordError
 from trine.balance.recorder_reader import RecorderReader
@@ -29,15 +30,38 @@ _LONGEST_FILE = 1 << 24  # of what is read whole
 _PIECE = 1 << 20
 _EVENTS = "events.jsonl"
 _MOST_A_LOOK = 1 << 26  # bytes of a file read at once; the rest follows at the next look
+_COMPARED = 512  # bytes at the beginning, and before the place read up to, by which a file is known again
 
 Record = Mapping[str, Any]
+
+
+class NoRegularFile(OSError):
+    """A folder, a pipe or a device where a file should be."""
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading; never waits for whoever would write to a pipe.
+
+    Raises:
+        NoRegularFile: it is no regular file; nothing was opened, so a device did nothing.
+        OSError: absent, or cannot be read.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise NoRegularFile(f"{path}: is no regular file")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()  # it was replaced in between
+    raise NoRegularFile(f"{path}: is no regular file")
 
 
 class JsonLines:
     """Follows a file of one JSON object a line; reads only what was added since the last look.
 
     A torn last line waits for its end; other lines that are no JSON objects are counted in ``bad``; ``why``
-    says what ``keep`` found wrong last. One line in ``stride`` is kept.
+    says what ``keep`` found wrong last. One line in ``stride`` is kept. A file that was replaced, cut back or written
+    over in its place is read from its beginning. Anything but a regular file is not opened: a pipe would hold the page
+    up for ever; ``foreign`` says so.
 
     Args:
         path: the file.
@@ -51,7 +75,10 @@ class JsonLines:
 
     def _forget(self) -> None:
         self.bad, self.why = 0, ""
+        self.foreign = False
         self._identity: tuple[int, int] | None = None
+        self._changed = -1  # when the file was, in nanoseconds
+        self._head = self._tail = b""  # of what was read
         self._at, self._rest, self._seen, self.stride = 0, b"", 0, 1
         self._kept: list[Any] = []
         self._last: Any = None
@@ -60,21 +87,36 @@ class JsonLines:
     def read(self) -> list[Any]:
         """All lines so far, oldest first, thinned to ``most``; empty where there is no such file."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 identity = (status.st_dev, status.st_ino)
-                if identity != self._identity or status.st_size < self._at:
+                if identity != self._identity or status.st_size < self._at or not self._knows(file, status):
                     self._forget()  # replaced, or cut back by a run that took steps back
                     self._identity = identity
+                self._changed = status.st_mtime_ns
                 file.seek(self._at)
                 end = self._at + _MOST_A_LOOK
                 while self._at < end and (piece := file.read(_PIECE)):
                     self._at += len(piece)
+                    self._head += piece[: _COMPARED - len(self._head)]
+                    self._tail = (self._tail + piece[-_COMPARED:])[-_COMPARED:]
                     self._take(piece)
+        except NoRegularFile:
+            self._forget()
+            self.foreign = True
         except OSError:
             self._forget()
         beyond = self._last is not None and (not self._kept or self._kept[-1] is not self._last)
         return [*self._kept, self._last] if beyond and self._last is not None else list(self._kept)
+
+    def _knows(self, file: IO[bytes], status: os.stat_result) -> bool:
+        """Whether the file still begins with what was read of it, as one that only grew does."""
+        if (status.st_size, status.st_mtime_ns) == (self._at, self._changed):
+            return True
+        if file.read(len(self._head)) != self._head:
+            return False
+        file.seek(self._at - len(self._tail))
+        return file.read(len(self._tail)) == self._tail
 
     def _take(self, piece: bytes) -> None:
         lines = (self._rest + piece).split(b"\n")
@@ -160,6 +202,8 @@ class RunView:
             for name, lines in self._lines.items():
                 if name == _EVENTS and lines.stride > 1:
                     found.append(f"{name}: so long that only one line in {lines.stride} is shown.")
+                if lines.foreign:
+                    found.append(f"{name} is no regular file and left out.")
                 if lines.bad:
                     why = f" ({lines.why})" if lines.why else ""
                     found.append(f"{name}: {lines.bad} damaged line{'s' if lines.bad > 1 else ''} left out{why}.")
@@ -176,6 +220,11 @@ class RunView:
         except RecordError as error:
             found.append(str(error))
         return tuple(found)
+
+    def written(self) -> int:
+        """When one of its files was last written to, nanoseconds since 1970; 0 where there is none."""
+        names = ("run.json", "metrics.jsonl", _EVENTS, FILE_NAME, f"{FILE_NAME}-wal")
+        return max(_stamp(self.path / name)[2] for name in names)
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -233,7 +282,7 @@ class RunView:
             self._why_no_reader = ""
             try:
                 if path.exists():
-                    self._reader = RecorderReader(path)
+                    self._reader = RecorderReader(path, FILE_NAME)
                 else:
                     self._why_no_reader = f"{FILE_NAME} does not exist: the load of experts was not recorded (yet)."
             except RecordError as error:
@@ -268,11 +317,15 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 def _read_meta(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        if path.stat().st_size > _LONGEST_FILE:
+        with open_regular(path) as file:
+            text = file.read(_LONGEST_FILE + 1)
+        if len(text) > _LONGEST_FILE:
             return {}, f"{path.name} is too large to be a run's."
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         return {}, ""
+    except NoRegularFile:
+        return {}, f"{path.name} is no regular file and left out."
     except (OSError, ValueError, RecursionError):
         return {}, f"{path.name} is damaged and left out."
     version = found.get("format_version") if isinstance(found, dict) else None
