@@ -60,7 +60,12 @@ def test_a_file_that_only_grew_is_not_read_again(tmp_path: Path, monkeypatch: py
     lines = JsonLines(path)
     taken: list[bytes] = []
     take = lines._take
-    monkeypatch.setattr(lines, "_take", lambda piece: (taken.append(piece), take(piece)))
+
+    def watched(piece: bytes) -> None:
+        taken.append(piece)
+        take(piece)
+
+    monkeypatch.setattr(lines, "_take", watched)
     for step in range(1, 100):
         with open(path, "a") as file:
             file.write(json.dumps({"step": step}) + "\n")

@@ -438,7 +438,7 @@ def combine(frames: list[Frame]) -> Frame:
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
-def read_meta(database: sqlite3.Connection, path: Path) -> dict[str, Any]:
+def read_meta(database: sqlite3.Connection, path: str | Path) -> dict[str, Any]:
     """What a file says of itself, checked.
 
     Raises:

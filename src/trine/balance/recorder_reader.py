@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
+import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,15 +60,18 @@ class RecorderReader:
 
     Args:
         path: a run's folder, or the file itself.
+        called: what messages and `notes` call the file; its path by default.
 
     Raises:
-        RecordError: absent, foreign, damaged beyond reading, or of a newer format; the message names the file.
+        RecordError: absent, no regular file, foreign, damaged beyond reading, or of a newer format; the message names
+            the file.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, called: str = "") -> None:
         self.path = Path(path)
-        if self.path.is_dir():
+        if self.path.is_dir() and self.path.name != FILE_NAME:
             self.path = self.path / FILE_NAME
+        self.called = called or str(self.path)
         self.notes: list[str] = []
         """What could not be read so far, in sentences."""
         self._lock = threading.RLock()
@@ -97,17 +102,24 @@ class RecorderReader:
             status = os.stat(self.path)
         except OSError as error:
             self.close()
-            raise RecordError(f"{self.path}: cannot be read ({error.strerror})") from error
+            raise RecordError(f"{self.called}: cannot be read ({error.strerror})") from error
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise RecordError(f"{self.called}: is no regular file")
         identity = (status.st_dev, status.st_ino)
         if self._database is not None and identity == self._identity:
             return self._database
         self.close()
+        for journal in ("-wal", "-shm", "-journal"):  # SQLite opens them too, and would wait at a pipe
+            beside = self.path.with_name(self.path.name + journal)
+            if beside.exists() and not beside.is_file():
+                raise RecordError(f"{self.called}{journal}: is no regular file")
         try:
             self._database = self._connect(status.st_size)
-            self.meta: dict[str, Any] = read_meta(self._database, self.path)
+            self.meta: dict[str, Any] = read_meta(self._database, self.called)
         except _FAILURES as error:
             self.close()
-            raise RecordError(f"{self.path}: is damaged ({error})") from error
+            raise RecordError(f"{self.called}: is damaged ({_said(error)})") from error
         except RecordError:
             self.close()
             raise
@@ -120,7 +132,7 @@ class RecorderReader:
 
     def _connect(self, size: int) -> sqlite3.Connection:
         if size == 0:
-            raise RecordError(f"{self.path}: is empty")
+            raise RecordError(f"{self.called}: is empty")
         uri = self.path.absolute().as_uri() + "?mode=ro"
         try:
             return _opened(uri)
@@ -143,12 +155,12 @@ class RecorderReader:
                     rows.append(row)
             except _FAILURES as error:
                 if not rows:
-                    raise RecordError(f"{self.path}: is damaged ({error})") from error
-                self._note(f"part of it is damaged ({error})")
+                    raise RecordError(f"{self.called}: is damaged ({_said(error)})") from error
+                self._note(f"part of it is damaged ({_said(error)})")
             return rows
 
     def _note(self, what: str) -> None:
-        sentence = f"{self.path}: {what}"
+        sentence = f"{self.called}: {what}"
         if sentence not in self.notes and len(self.notes) < _MOST_NOTES:
             self.notes.append(sentence)
 
@@ -175,7 +187,7 @@ class RecorderReader:
             try:
                 (number,) = database.execute("PRAGMA data_version").fetchone()
             except _FAILURES as error:
-                raise RecordError(f"{self.path}: is damaged ({error})") from error
+                raise RecordError(f"{self.called}: is damaged ({_said(error)})") from error
             return (self._openings, number)
 
     def counts(self) -> dict[str, float]:
@@ -251,7 +263,7 @@ class RecorderReader:
             )
             if rows and isinstance(rows[0][2], int) and rows[0][2] >= step:
                 return self._frame(rows[0])
-        raise RecordError(f"{self.path}: has no step {step}")
+        raise RecordError(f"{self.called}: has no step {step}")
 
     def summaries(
         self,
@@ -337,7 +349,8 @@ class RecorderReader:
                     (point.tier, point.first),
                 )
             except RecordError as error:
-                self._note(f"steps {point.first} to {point.last} cannot be read ({error})")
+                why = str(error).removeprefix(f"{self.called}: ")
+                self._note(f"steps {point.first} to {point.last} cannot be read ({why})")
         return [row for row in rows if row[:4] in wanted]
 
     def _damaged(self, row: tuple[Any, ...], error: RecordError) -> None:
@@ -356,18 +369,25 @@ class RecorderReader:
     def _frame(self, row: tuple[Any, ...]) -> Frame:
         tier, first, last, steps, summary, arrays = row
         if not all(type(one) is int for one in (tier, first, last, steps)):
-            raise RecordError(f"{self.path}: a frame is damaged (its step is no number)")
+            raise RecordError(f"{self.called}: a frame is damaged (its step is no number)")
         try:
             kept = Arrays.of(_blob(arrays), self.shape)
             return kept.frame(first, last, steps, self._summary(summary))
         except RecordError as error:
-            raise RecordError(f"{self.path}: steps {first} to {last}: {error}") from error
+            raise RecordError(f"{self.called}: steps {first} to {last}: {error}") from error
 
 
 def _blob(value: Any) -> bytes:
     if not isinstance(value, bytes):
         raise RecordError(f"the frame is damaged (found a {type(value).__name__}, need bytes)")
     return value
+
+
+def _said(error: Exception) -> str:
+    """What SQLite says of a damaged file, without the file's own text, which it repeats as if it were its own."""
+    if isinstance(error, UnicodeDecodeError):
+        return "a name in it is no text"
+    return re.split(r"[:\"'(]| - ", str(error), maxsplit=1)[0].strip() or type(error).__name__
 
 
 def _opened(uri: str) -> sqlite3.Connection:
