@@ -68,15 +68,16 @@ def client(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_prometheus_shows_figures_of_each_layer(client: SimpleNamespace) -> None:
     page = Prometheus(top=2)
+    page.layers = (3, 4)  # the model's numbers
     frame = frame_of()
     page.update(frame, {"dead": [0, 1]}, {"written": 3, "dropped": 1})
     found = {name: gauge.values for name, gauge in page.registry.items()}
     assert found["trine_balance_step"] == {(): 3}
-    assert found["trine_load_ratio"]["1", "0.5"] == pytest.approx(1.0)
-    assert found["trine_load_ratio"]["0", "0.99"] == pytest.approx(float(frame.summary("p99")[0]))
-    assert found["trine_busiest_expert"] == {("0", "1"): 5, ("0", "2"): 4, ("1", "1"): 5, ("1", "2"): 4}
-    assert found["trine_busiest_load_ratio"]["0", "1"] == pytest.approx(2.0)
-    assert found["trine_experts_bias_max"]["1",] == pytest.approx(1.0)
+    assert found["trine_load_ratio"]["4", "0.5"] == pytest.approx(1.0)
+    assert found["trine_load_ratio"]["3", "0.99"] == pytest.approx(float(frame.summary("p99")[0]))
+    assert found["trine_busiest_expert"] == {("3", "1"): 5, ("3", "2"): 4, ("4", "1"): 5, ("4", "2"): 4}
+    assert found["trine_busiest_load_ratio"]["3", "1"] == pytest.approx(2.0)
+    assert found["trine_experts_bias_max"]["4",] == pytest.approx(1.0)
     assert found["trine_balance_alert_layers"]["dead",] == 2
     assert len(found["trine_balance_alert_layers"]) == len(DEFAULT_RULES)
     assert found["trine_recorder_steps"] == {("written",): 3, ("dropped",): 1}
@@ -93,7 +94,7 @@ def test_one_rank_is_plain_1_everywhere(client: SimpleNamespace, tmp_path: Path)
         page.update(frame, alerts.active)
         lines(frame)
     lines.close()
-    assert page.registry["trine_experts_rank_overload"].values == {("0",): 1.0, ("1",): 1.0}
+    assert page.registry["trine_experts_rank_overload"].values == {("MoE 0",): 1.0, ("MoE 1",): 1.0}
     assert page.registry["trine_balance_alert_layers"].values[("rank_overload",)] == 0
     assert '"rank_overload":[1.0,1.0]' in (tmp_path / "lines.jsonl").read_text()
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,17 +188,22 @@ def test_an_alert_reaches_the_webhook_and_prometheus(
             made.append("hook closed")
 
     class Page:
+        layers: Sequence[int] = ()
+
         def __init__(self, port: int) -> None:
             made.append(port)
 
         def update(self, frame: Any, active: dict[str, list[int]], fates: dict[str, int]) -> None:
             shown.append((frame.last, active, fates))
+            assert tuple(self.layers) == moe_layers
 
         def close(self) -> None:
             made.append("page closed")
 
     monkeypatch.setattr(module, "Webhook", Hook)
     monkeypatch.setattr(module, "Prometheus", Page)
+    moe_layers = tuple(range(3, 3 + tiny.model().router_stats.layers))
+    monkeypatch.setattr(type(tiny.model()), "config", SimpleNamespace(dense_layers=3), raising=False)
     with RunFolder(tmp_path / "name") as folder:
         recorded(tiny, folder, 4, webhook="http://x", prometheus=9)
     assert made == ["http://x", 9, "hook closed", "page closed"]

@@ -139,8 +139,8 @@ def test_of_many_runs_the_one_that_is_written_to_now_is_served(run_with: Callabl
     served = {key[1] for key in samples(metrics_text([*runs, training])) if key[0] == "trine_run_readable"}
     assert "run=training-now" in served and len(served) == MOST_RUNS
     assert "run=run-00" in served and "run=run-24" not in served
-    with open(runs[-1].path / "metrics.jsonl", "a") as file:  # an old one goes on
-        file.write(json.dumps({**METRIC, "step": 8}) + "\n")
+    with open(runs[-1].path / "metrics.jsonl", "a") as lines:  # an old one goes on
+        lines.write(json.dumps({**METRIC, "step": 8}) + "\n")
     found = samples(metrics_text([*runs, training]))
     assert found["trine_train_step", "run=run-24"] == 8
 

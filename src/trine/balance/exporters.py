@@ -51,9 +51,15 @@ class Prometheus:
         address: to bind to; the default cannot be reached from other machines.
         top: busiest experts of each layer that are shown.
 
+    Attributes:
+        layers: the model's numbers of its MoE layers, which the label ``layer`` tells. Of those it does not name it is
+            ``MoE 0``, ``MoE 1`` …, which no one takes for a layer of the model.
+
     Raises:
         ValueError: prometheus_client is not installed, or the port is taken.
     """
+
+    layers: Sequence[int] = ()
 
     def __init__(self, port: int | None = None, address: str = "127.0.0.1", top: int = 4) -> None:
         if top < 0:
@@ -93,13 +99,14 @@ class Prometheus:
         order_LP = np.argsort(-frame.loads_LE, axis=1, kind="stable")[:, :top]
         values = {name: frame.summary(name) for name in (*_GAUGES, *QUANTILES.values())}
         for layer in range(len(mean_L)):
+            label = str(self.layers[layer]) if layer < len(self.layers) else f"MoE {layer}"
             for level, name in QUANTILES.items():
-                self._quantile.labels(layer, level).set(float(values[name][layer]))
+                self._quantile.labels(label, level).set(float(values[name][layer]))
             for name, gauge in self._figures.items():
-                gauge.labels(layer).set(float(values[name][layer]))
+                gauge.labels(label).set(float(values[name][layer]))
             for place, expert in enumerate(order_LP[layer].tolist(), 1):
-                self._busiest.labels(layer, place).set(float(frame.loads_LE[layer, expert] / mean_L[layer]))
-                self._which.labels(layer, place).set(expert)
+                self._busiest.labels(label, place).set(float(frame.loads_LE[layer, expert] / mean_L[layer]))
+                self._which.labels(label, place).set(expert)
         if active is not None:
             for rule in DEFAULT_RULES:
                 self._alerts.labels(rule.name).set(len(active.get(rule.name, ())))

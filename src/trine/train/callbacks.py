@@ -160,6 +160,9 @@ class RecordBalance(Callback):
         if not self._first or stats is None or not stats.layers:
             return
         self._connect()
+        if self._prometheus is not None:
+            dense = getattr(getattr(trainer.model, "config", None), "dense_layers", None)
+            self._prometheus.layers = () if dense is None else range(dense, dense + stats.layers)
         self._trainer = trainer
         self.alerts = Alerts(stats.layers, stats.experts, self.top_k, self.ranks, self.rules)
         self._take_saved()
