@@ -53,13 +53,15 @@ def main(args: list[str], start: Callable[[Any], None] | None = None) -> int:
     folders = folders or [_folder("runs")]
     from trine.views import dash_app, dash_guard
 
+    if not options.host.strip():
+        raise ValueError(f"host: found {options.host!r}, need an address; 0.0.0.0 stands for all of this machine's")
     token = options.token
     if not token and not dash_guard.is_local(options.host):
         token = secrets.token_urlsafe(24)
     app = dash_app.build(folders, token=token, host=options.host, every=options.every)
     server = dash_app.serve(app, options.host, options.port)
-    name = f"[{options.host}]" if ":" in options.host else options.host
-    print(f"dashboard at http://{name}:{server.port}/{'?' + urlencode({'token': token}) if token else ''}", flush=True)
+    address = dash_guard.shown_address(server, options.host)
+    print(f"dashboard at {address}{'?' + urlencode({'token': token}) if token else ''}", flush=True)
     writer = _write_demo(where, options.demo_small) if demo else None
     try:
         (start or (lambda one: one.serve_forever()))(server)
@@ -77,8 +79,11 @@ def _folder(name: str) -> Path:
     """A folder by path, or by its name in runs/.
 
     Raises:
+        ValueError: an empty name, which would be the current folder.
         RunError: there is neither.
     """
+    if not name.strip():
+        raise ValueError(f"run: found {name!r}, need a run's folder or name; . is the current folder")
     for folder in (Path(name), Path("runs") / name):
         if folder.is_dir():
             return folder

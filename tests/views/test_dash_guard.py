@@ -183,7 +183,7 @@ def test_a_taken_port_is_one_sentence(taken: int, capfd: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("host", ["192.0.2.7", "", "  ", "x" * 300, "a\0b", "1::zz"])
 def test_a_bad_host_is_told_as_one(host: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="^host: ") as error:
+    with pytest.raises(ValueError, match=r"^host: ") as error:
         dash_guard.bind(None, host, 0)
     assert "--port" not in str(error.value) and capfd.readouterr() == ("", "")
 
