@@ -2,7 +2,11 @@
 
 `TheirRouter` and `TheirMoE` know nothing of Trine and stay as they are. The data are skewed (one direction dominates),
 so the untouched routers send most tokens to a few experts. Quantile Balancing needs no auxiliary loss and no step size:
-the bias that it solves after each step only chooses, weights stay those of the raw scores.
+the bias that it solves after each step only chooses, weights stay those of the raw scores. It is added to logits:
+softmax scores of many experts crowd near 0, where the histogram's bins are too coarse for them (docs/balance.md).
+
+The biases live in `stats`, not in the model: save `stats.state_dict()` beside the model's. Where rows are padded give
+`route` the mask as well (`mask_T=`, true for tokens), or padding is counted as load.
 
     python examples/quantile_balancing_in_your_router.py
 """
@@ -51,13 +55,13 @@ class Balanced(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         counted = self.stats if self.training else None
-        routing = route(self.theirs.gate(x), self.stats.bias_E, K, score="softmax", stats=counted)
+        routing = route(self.theirs.gate(x), self.stats.bias_E, K, score="softmax", score_domain="logit", stats=counted)
         return routing.weights_TK, routing.ids_TK
 
 
 def balance(model: nn.Module) -> tuple[RouterStats, QuantileBalancing]:
     moes = [module for module in model.modules() if isinstance(module, TheirMoE)]
-    stats = RouterStats.allocate(len(moes), EXPERTS)  # counts and biases of all layers
+    stats = RouterStats.allocate(len(moes), EXPERTS, score_domain="logit")  # counts and biases of all layers
     for i, moe in enumerate(moes):
         moe.router = Balanced(moe.router, stats.layer(i))
     return stats, QuantileBalancing(K)  # and after each optimizer step: policy.step(stats)

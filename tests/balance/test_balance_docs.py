@@ -12,9 +12,9 @@ import torch
 
 from trine import _balance_verbs as verbs
 from trine._options import parse
-from trine.balance import Freeze, Recorder
+from trine.balance import Freeze, QuantileBalancing, Recorder, max_violation, sampling_floor
 from trine.balance.record_format import FILE_NAME
-from trine.ops.router import RouterStats
+from trine.ops.router import RouterStats, route
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/balance.md", "src/trine/balance/README.md")}
@@ -87,3 +87,30 @@ def test_the_default_estimator_is_argued_with_the_figures_of_the_records() -> No
     assert {row["seed"] for row in rows if row["case"].startswith("skew sigmoid")} == set(range(5))
     for part in expected:
         assert part in section, part
+
+
+def test_table_of_softmax_routers_is_what_such_routers_do() -> None:
+    page = PAGES["docs/balance.md"]
+    table = page[page.index("<!-- softmax -->") : page.index("<!-- /softmax -->")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line]
+    (row,) = [row for row in rows if row[:2] == ["64, 4", "2"]]
+    assert float(row[2]) == round(sampling_floor(4096, 4, 64).max_violation, 2)
+    kinds = [
+        ("softmax", {}),
+        ("softmax", {"estimator": "signed_log"}),
+        ("softmax", {"score_domain": "logit"}),
+        ("sigmoid", {}),
+    ]
+    for cell, (score, kind) in zip(row[3:], kinds, strict=True):
+        found = 0.0
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            offset_E = 2.0 * torch.randn(64, generator=generator)
+            stats, policy = RouterStats.allocate(1, 64, **kind), QuantileBalancing(4)
+            for _ in range(12):
+                logits_TE = torch.randn(4096, 64, generator=generator) + offset_E
+                domain, layer = stats.score_domain, stats.layer(0)
+                route(logits_TE, stats.bias_LE[0], 4, score=score, stats=layer, score_domain=domain)
+                loads_E = policy.step(stats).loads_LE[0]
+            found += float(max_violation(loads_E)) / 3
+        assert found == pytest.approx(float(cell.split()[0]), abs=0.02)

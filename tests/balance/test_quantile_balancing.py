@@ -184,6 +184,56 @@ def test_saturated_layers_are_named_once(caplog: pytest.LogCaptureFixture) -> No
     assert policy.step(stats).saturated_L.tolist() == [0, 100, 800] and not caplog.records
 
 
+def routed(stats: RouterStats, policy: QuantileBalancing, score: str, spread: float, steps: int, tokens: int) -> None:
+    """Steps of a router whose experts have offsets of standard deviation ``spread``, 1/32 of the experts a token."""
+    offset_E = spread * torch.randn(stats.experts)
+    for _ in range(steps):
+        logits_TE = torch.randn(tokens, stats.experts) + offset_E
+        domain, layer = stats.score_domain, stats.layer(0)
+        route(logits_TE, stats.bias_LE[0], stats.experts // 32, score=score, stats=layer, score_domain=domain)
+        policy.step(stats)
+
+
+def test_bins_too_coarse_for_softmax_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With 256 experts a bin is as wide as half a mean softmax score: loads stayed uneven and nothing was said."""
+    stats, policy = RouterStats.allocate(1, 256), QuantileBalancing(8)
+    routed(stats, policy, "softmax", 2.0, 12, 4096)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("router of MoE layer 0: ") and message.endswith(
+        " % of its experts stay uneven and find most of their tokens in one bin of the histogram, too coarse for these "
+        'scores; estimator="signed_log" or score_domain="logit" resolves them'
+    )
+    assert 20 < int(message.removeprefix("router of MoE layer 0: ").split()[0]) < 60
+
+
+@pytest.mark.parametrize(
+    ("score", "spread", "tokens", "kind"),
+    [
+        ("sigmoid", 0.0, 4096, {}),
+        ("sigmoid", 2.0, 4096, {}),
+        ("softmax", 0.0, 4096, {}),
+        ("softmax", 2.0, 64, {}),  # two tokens an expert: what is uneven may be chance
+        ("softmax", 2.0, 2048, {"estimator": "signed_log"}),
+        ("softmax", 2.0, 2048, {"score_domain": "logit"}),
+    ],
+)
+def test_bins_that_are_fine_enough_are_not_complained_of(
+    score: str, spread: float, tokens: int, kind: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    routed(RouterStats.allocate(1, 256, **kind), QuantileBalancing(8), score, spread, 12, tokens)
+    assert not caplog.records
+
+
+def test_a_router_that_begins_with_equal_scores_is_not_complained_of(caplog: pytest.LogCaptureFixture) -> None:
+    """A router that is initialised to 0 sends all tokens to the first experts, until it has moved."""
+    stats, policy = RouterStats.allocate(1, 32), QuantileBalancing(1)
+    for scale in (0.0, 0.0, 0.0, 0.0, 0.03, 0.1, 0.2, 0.3, 0.3, 0.3, 0.3, 0.3):
+        route(scale * torch.randn(2048, 32), stats.bias_LE[0], 1, stats=stats.layer(0))
+        policy.step(stats)
+    assert not caplog.records
+
+
 def test_state() -> None:
     policy = QuantileBalancing(K)
     policy.load_state_dict(policy.state_dict())

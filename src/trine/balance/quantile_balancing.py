@@ -7,7 +7,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from trine.balance.load_policy import Memoryless
-from trine.balance.saturation import SaturationWarning
+from trine.balance.router_warnings import LayerWarnings
 from trine.balance.window import Window, reduce_counts
 from trine.ops.router import RouterStats
 
@@ -51,22 +51,23 @@ class QuantileBalancing(Memoryless):
         self.ema = ema
         self.group = group
         self.adaptive_gain = adaptive_gain
-        self._warning = SaturationWarning()
+        self._warnings = LayerWarnings()
 
     @torch.no_grad()
     def step(self, stats: RouterStats) -> Window:
         """Reduce, solve, zero. A rank without tokens takes part with zeros; no tokens anywhere: the bias stays.
 
-        A layer more than 1 % of whose scores are saturated is named in one warning, on the first rank.
+        A layer more than 1 % of whose scores are saturated is named in one warning, on the first rank, and so is one
+        whose scores the report's equal bins are too coarse for (softmax over many experts, mostly).
 
         Raises:
             ValueError: k exceeds the number of experts.
         """
         reduce_counts(stats, self.group)
         window = Window.of(stats)
+        self.warn(stats, window)
         self.solve_(stats)
         stats.zero_()
-        self.warn(stats, window)
         return window
 
     @torch.no_grad()
@@ -83,9 +84,9 @@ class QuantileBalancing(Memoryless):
         stats.solve_(self.k, ema=self.ema, gain_L=gain_L)
 
     def warn(self, stats: RouterStats, window: Window) -> None:
-        """Name a layer more than 1 % of whose scores are saturated, once, on the first rank."""
-        if stats.score_domain == "sigmoid":
-            self._warning.look(window)
+        """Name layers that no bias, or none from this histogram, can balance: once each, on the first rank
+        (`trine.balance.router_warnings`). The window is still open and summed over ranks."""
+        self._warnings.look(stats, window, self.k)
 
     def settings(self) -> dict[str, int | float | bool]:
         """Keyword arguments that make the same policy in another process, JSON-ready."""

@@ -165,8 +165,8 @@ class AsyncBalancing:
             self._choose(self._courier, stats)
         if self._is_distributed():
             self._agree(stats)
-        stats.zero_()
         self.policy.warn(stats, window)
+        stats.zero_()
         return window
 
     def _choose(self, courier: Courier, stats: RouterStats) -> None:

@@ -182,6 +182,19 @@ class RouterStats:
         levels_Q = torch.tensor(levels, dtype=torch.float64, device=self.device)
         return self.grid.pooled_quantiles(self.histograms_LEB, self.edges_L2, self.anchor_LE, levels_Q)
 
+    @torch.no_grad()
+    def quantile_counts(self, k: int) -> Tensor:
+        """Required biases in the bin that holds each expert's k/E quantile, ``[L, E]`` int32.
+
+        Where they lie within the bin is not known. Beside the tokens that an expert should get, m k / E, this says how
+        finely the open window's histogram can set the expert's load.
+
+        Args:
+            k: experts per token, < E.
+        """
+        bin_LE, _, _ = find_quantile(self.histograms_LEB, k)
+        return self.histograms_LEB.gather(2, bin_LE[..., None]).squeeze(2)
+
     def replica(self) -> RouterStats:
         """Counts of its own, zero, beside the same bias and ranges: for a thread that routes with this bias."""
         other = RouterStats(torch.zeros_like(self.counts), self.bias_LE, self.reach_L, self.grid)
