@@ -64,10 +64,13 @@ def mix_weights(probe: Probe) -> Chart:
     return Chart(
         key,
         TITLES[key],
-        x=Axis("source: the embedding, then finished blocks, last the running sum", ticks=thin_ticks(names, most=12)),
+        x=Axis("source", ticks=thin_ticks(names, most=12)),
         y=Axis("reading sublayer", ticks=thin_ticks(probe.sites), down=True),
         heatmap=Heatmap(weights_RS, "weight, mean over tokens", 0.0, 1.0),
-        notes=[probe_note(probe), "Blank: that source does not exist yet at this depth."],
+        notes=[
+            probe_note(probe),
+            "Sources: the embedding, then finished blocks, last the running sum. Blank: not there yet at this depth.",
+        ],
         height=_tall(len(probe.sites)),
     )
 
@@ -176,8 +179,10 @@ def maxima(probes: Sequence[Probe], run: RunView, step: int | None) -> Chart:
                 lines.append(Line(said, x, y, colour, dash))  # type: ignore[arg-type]
     if not lines:
         return nothing(key, TITLES[key], _missing(probes[-1], "activations", "Activations were not recorded."))
-    axis = Axis("magnitude, largest of all layers", log=True)
-    note = "A largest value that leaves its root mean square far behind is an outlier channel or token."
+    axis = Axis("largest magnitude", log=True)
+    note = (
+        "Of all layers the largest. A value that leaves its root mean square far behind is an outlier channel or token."
+    )
     return chart_over_steps(key, TITLES[key], run, step, axis, lines, notes=[note])
 
 

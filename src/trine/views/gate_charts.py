@@ -106,7 +106,7 @@ def histogram(probe: Probe) -> Chart:
         key,
         TITLES[key],
         x=Axis("-g", "nats a token", ticks=ticks),
-        y=Axis("KDA layer", ticks=thin_ticks([str(gate.layer) for gate in probe.gates]), down=True),
+        y=Axis("layer", ticks=thin_ticks([str(gate.layer) for gate in probe.gates]), down=True),
         heatmap=Heatmap(rows_LB, "share of the gates", 0.0, max(1.0, most), unit="%"),
         marks=[Mark((np.log10(-b) - edges[0]) * each - 0.5, f"g_min = {b:g}", colour="red") for b in bounds],
         notes=[probe_note(probe), "The outermost bins also hold what lies beyond them."],
@@ -150,8 +150,9 @@ def memory_over_steps(probes: Sequence[Probe], run: RunView, step: int | None) -
     if not layers:
         return nothing(key, TITLES[key], _no_gates(probes[-1]))
     lines, bands = over_layers(x, layers, values_LS, "median of the layers")
-    axis = Axis("median memory, mean of the heads", "tokens", log=True)
-    return chart_over_steps(key, TITLES[key], run, step, axis, lines, bands)
+    axis = Axis("median memory", "tokens", log=True)
+    notes = ["Of each layer the mean over its heads: tokens after which a median channel's state has faded to 1/e."]
+    return chart_over_steps(key, TITLES[key], run, step, axis, lines, bands, notes)
 
 
 def at_bound(probe: Probe) -> Chart:
@@ -170,7 +171,7 @@ def at_bound(probe: Probe) -> Chart:
         key,
         TITLES[key],
         x=axis,
-        y=Axis("share of the gates", "%", low=0),
+        y=_shares(low, high),
         lines=[
             Line("at g_min: forgets all it can", x, 100 * low, "red"),
             Line("at 0: forgets nothing", x, 100 * high, "blue", "dash"),
@@ -198,7 +199,13 @@ def at_bound_over_steps(probes: Sequence[Probe], run: RunView, step: int | None)
     if not lines:
         last = probes[-1]
         return nothing(key, TITLES[key], _no_gates(last) if not last.gates else "These gates have no bound.")
-    return chart_over_steps(key, TITLES[key], run, step, Axis("share of the gates", "%", low=0), lines)
+    return chart_over_steps(key, TITLES[key], run, step, _shares(*(np.asarray(line.y) for line in lines)), lines)
+
+
+def _shares(*shares: Any) -> Axis:
+    """From 0 on; where all are 0 up to 1 %, for what fits would be -1 to 1."""
+    some = any(np.nanmax(one, initial=0.0) > 0 for one in shares)
+    return Axis("share of the gates", "%", low=0, high=None if some else 1.0)
 
 
 def openness(probe: Probe) -> Chart:

@@ -50,6 +50,7 @@ HAPPENINGS: dict[str, tuple[str, Level, Colour]] = {
 }
 """Kinds of events: in words, how much they matter, and their colour. Unknown ones are shown by their own name."""
 _DRAWN = ("non_finite", "spike", "rollback", "no_supervised_token", "qk_clip", "resume")
+NO_LOSS = "No step has a finite loss."
 _MEDIAN = 25  # steps of a running median, in short runs fewer
 _LONGEST_VALUE = 60
 
@@ -79,6 +80,8 @@ def loss(records: Sequence[Record], events: Sequence[Record], marks: Sequence[Ma
     """Loss of each step's batches, its running median, that of the layer that predicts one token more, and events."""
     key = "training-loss"
     x, y = column(records, "step"), column(records, "loss")
+    if np.isnan(y).all():
+        return nothing(key, TITLES[key], NO_LOSS)
     lines = _with_median(x, y, "loss", "blue")
     ahead = column(records, "mtp_loss")
     if np.isfinite(ahead).any():
@@ -94,7 +97,10 @@ def bits_per_byte(records: Sequence[Record], run: RunView, marks: Sequence[Mark]
     key = "training-bits"
     y = column(records, "bits_per_byte")
     if np.isnan(y).all():
-        return nothing(key, TITLES[key], "The bytes of this run's text are not known, so there are no bits per byte.")
+        why = "The bytes of this run's text are not known, so there are no bits per byte."
+        if np.isnan(column(records, "loss")).all():
+            why = f"{NO_LOSS[:-1]}, so there are no bits per byte."
+        return nothing(key, TITLES[key], why)
     levels: list[Mark] = []
     found = run.evaluation()
     held_out = number(found.get("bits_per_byte"))
@@ -135,7 +141,8 @@ def rate(records: Sequence[Record], marks: Sequence[Mark] = ()) -> Chart:
     if np.isnan(y).all():
         return nothing(key, TITLES[key], "No step has a learning rate.")
     line = Line("rate of the matrices", column(records, "step"), y, "blue")
-    return Chart(key, TITLES[key], STEPS, Axis("learning rate", low=0), [line], marks=marks, height=0.8)
+    notes = [] if np.nanmax(y) > 0 else ["The rate was 0 so far."]
+    return Chart(key, TITLES[key], STEPS, _from_zero("learning rate", y), [line], marks=marks, notes=notes, height=0.8)
 
 
 def throughput(records: Sequence[Record], marks: Sequence[Mark] = ()) -> Chart:
@@ -150,11 +157,16 @@ def throughput(records: Sequence[Record], marks: Sequence[Mark] = ()) -> Chart:
         key,
         TITLES[key],
         STEPS,
-        Axis("tokens a second", low=0),
+        _from_zero("tokens a second", known),
         _with_median(column(records, "step"), y, "tokens a second", "green"),
         marks=[*marks, Mark(middle, f"median {middle:,.0f}", "y")],
         height=0.8,
     )
+
+
+def _from_zero(label: str, values: Array) -> Axis:
+    """From 0 on; where all are 0 up to 1, for what fits would be -1 to 1."""
+    return Axis(label, low=0, high=None if np.nanmax(values) > 0 else 1.0)
 
 
 def _with_median(x: Array, y: Array, name: str, colour: Colour) -> list[Line]:
