@@ -8,7 +8,7 @@ import time
 import pytest
 
 from trine.views import chart_render
-from trine.views.chart import Chart, Line
+from trine.views.chart import Chart, Line, Mark
 from trine.views.chart_render import export
 
 CHARTS = [Chart(f"one-{i}", f"figure {i}", lines=[Line("a", [1, 2, 3], [i, 2, i])]) for i in range(6)]
@@ -54,3 +54,17 @@ def test_what_fails_while_it_is_drawn_fails_for_whoever_asked(monkeypatch: pytes
     assert export(CHARTS[0], "png").startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="format: found 'pdf'"):
         export(CHARTS[0], "pdf")  # type: ignore[arg-type]
+
+
+def test_words_at_one_place_stand_on_both_sides_of_it_and_hide_the_curves_behind_them() -> None:
+    marks = [Mark(2, "stage 2"), Mark(2, "step 2", moves=True), Mark(1.5, "level", "y")]
+    chart = Chart("marks", "Marks", lines=[Line("a", [1, 2, 3], [1, 2, 1])], marks=marks)
+    texts = {one.get_text(): one for one in chart_render.to_matplotlib(chart).axes[0].texts}
+    assert [texts[name].get_horizontalalignment() for name in ("stage 2", "step 2", "level")] == [
+        "left",
+        "right",
+        "right",
+    ]
+    for text in texts.values():
+        ground = text.get_bbox_patch()
+        assert ground is not None and ground.get_facecolor()[:3] == (1.0, 1.0, 1.0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trine.views.chart import Axis, Chart, Colour, Heatmap
+from trine.views.chart import Axis, Chart, Colour, Heatmap, Mark
 from trine.views.heatmap import palette, scale_ticks, shades
 
 if TYPE_CHECKING:
@@ -87,21 +87,26 @@ def _draw(figure: Figure, axes: Axes, chart: Chart) -> None:
     for mark in chart.marks:
         draw = axes.axvline if mark.axis == "x" else axes.axhline
         draw(mark.at, color=ON_WHITE[mark.colour], linestyle=_DASHES[mark.dash], linewidth=1.0)
-        if mark.text and mark.axis == "x":
-            axes.annotate(
-                mark.text, (mark.at, 1.0), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
-                ha="left", va="top", rotation=90, fontsize=7.5, color=ON_WHITE[mark.colour], bbox=_BEHIND_WORDS,
-            )  # fmt: skip
-        elif mark.text:
-            axes.annotate(
-                mark.text, (1.0, mark.at), (-3, 3), xycoords=("axes fraction", "data"), textcoords="offset points",
-                ha="right", va="bottom", fontsize=7.5, color=ON_WHITE[mark.colour], bbox=_BEHIND_WORDS,
-            )  # fmt: skip
+        if mark.text:
+            _words(axes, mark)
     _axis(axes, "x", chart.x)
     _axis(axes, "y", chart.y)
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         axes.legend(handles, labels, fontsize=8, loc="best", ncols=2 if len(labels) > 4 else 1)
+
+
+def _words(axes: Axes, mark: Mark) -> None:
+    how: dict[str, Any] = {"fontsize": 7.5, "color": ON_WHITE[mark.colour], "bbox": _BEHIND_WORDS}
+    how |= {"textcoords": "offset points"}
+    if mark.axis == "y":
+        where, how = (1.0, mark.at), {**how, "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        axes.annotate(mark.text, where, (-3, 3), **how)
+        return
+    # On the left of the step looked at, else it would hide the words of a stage that begins there.
+    side, ha = (-3, "right") if mark.moves else (3, "left")
+    how |= {"xycoords": ("data", "axes fraction"), "ha": ha, "va": "top", "rotation": 90}
+    axes.annotate(mark.text, (mark.at, 1.0), (side, -3), **how)
 
 
 def _axis(axes: Axes, name: Literal["x", "y"], axis: Axis) -> None:
