@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,10 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from trine import cli
 from trine.balance import AsyncBalancing, QuantileBalancing
+from trine.balance.analyze import analyze
+from trine.balance.saved_loads import Loads
+from trine.balance.stress import Recovery
 from trine.ops.router import RouterStats, route
+from trine.views.balance import analysis_table, recovery_table
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -47,7 +54,41 @@ def test_help_lists_the_verbs_and_each_has_its_own(balance: Run) -> None:
         assert code == 0 and "usage: trine balance " + verb in out
     code, _, err = balance("analyse")
     assert code == 2 and "no verb of trine balance; did you mean analyze?" in err
-    assert balance()[0] == 2
+    code, _, err = balance()
+    assert code == 2 and err.startswith("trine balance: found no verb of trine balance; need one of analyze, stress")
+
+
+def shown(table: Table, width: int) -> str:
+    """A table as a terminal of this width has it."""
+    console = Console(width=width, file=io.StringIO())
+    console.print(table)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    return text
+
+
+def whole(table: Table, width: int) -> None:
+    """Every number and word of the table stands in it whole at this width."""
+    text = shown(table, width).split()
+    wanted = [word for column in table.columns for cell in column.cells for word in str(cell).split()]
+    assert wanted and all(word in text for word in wanted) and "…" not in "".join(text), shown(table, width)
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(8, 1), (896, 1), (8, 4), (896, 4)])
+def test_nothing_of_an_analysis_is_cut_at_80_columns(experts: int, ranks: int) -> None:
+    share_E = np.r_[np.full(experts - 3, 1.0), [40.0, 30.0, 20.0]]
+    loads = np.random.default_rng(0).multinomial(200 * experts, share_E / share_E.sum(), size=(24, 2))
+    found = analyze(Loads("runs/a-run-with-a-long-name", np.arange(1, 25), loads), ranks)
+    whole(analysis_table(found), 80)
+
+
+def test_nothing_of_a_recovery_is_cut_at_80_columns() -> None:
+    """The last column was lost, and it is the result."""
+    paths = [("load_quantile", None), ("qb", 12)]
+    found = [Recovery(name, 14.875, (14.88,) * 41, 0.12, steps) for name, steps in paths]
+    table = recovery_table(found, "8192 tokens, 64 experts, 4 a token")
+    whole(table, 80)
+    assert "not in 40" in shown(table, 80) and "steps to" in shown(table, 80)
 
 
 def test_analyze(balance: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,18 +100,16 @@ def test_analyze(balance: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "loads.npy: steps 1 to 30, 8 experts",
         "lasting",
         "1.40 (0.0",
-        "0 (2.40)",
+        "0:2.40",
         "Experts are uneven in layers 0, 1: MaxVio 1.4",
         "Ranks are uneven in layers 0, 1: the fullest of 4 ranks has 1.6",
         "Alert max_vio would have begun at step 20",
     ):
         assert part in out, out
-    monkeypatch.setenv("COLUMNS", "80")
-    narrow = balance("analyze", "loads.npy", "--ranks", "4")[1]
-    table = narrow[: narrow.index("Experts are uneven")]
-    assert "1.40 (0.0" in table and "lasting" in table and max(map(len, table.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "40")
+    assert balance("analyze", "loads.npy", "--ranks", "4")[1] == out, "a pipe has no width"
     (tmp_path / "runs" / "named").mkdir(parents=True)
-    assert "balance.sqlite" in balance("analyze", "named")[2]  # a run by its name
+    assert "runs/named: found no balance.sqlite" in balance("analyze", "named")[2]  # a run by its name
     code, out, _ = balance("analyze", "loads.npy", "--json", "--last", "5")
     found = json.loads(out)
     assert code == 0 and found["first"] == 26 and found["layers"][1]["uneven"] and found["verdict"]
@@ -81,9 +120,16 @@ def test_analyze(balance: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         (("analyze", "absent.npy"), "trine balance: absent.npy: no such run or file"),
         (("analyze", "absent"), "trine balance: absent: no such run or file"),
-        (("analyze", "."), "balance.sqlite: cannot be read"),
+        (
+            ("analyze", "."),
+            "trine balance: .: found no balance.sqlite in it, it is no run's folder; need a recorded run",
+        ),
         (("stress", "--k", "90"), "k: found 90, need 1 <= k <= 64"),
         (("stress", "--max-vio", "100"), "max_violation: found 100.0, need 0 to 15"),
+        (("stress", "--max-vio"), "max-vio: found no value, need at least one"),
+        (("stress", "--policies"), "policies: found no value, need at least one"),
+        (("stress", "--k", "64"), "k: found 64, need less than 64, the number of experts: all loads are equal"),
+        (("serve", "--threads", "0"), "threads: found 0, need at least 1"),
         (("serve",), "key: found none, need a file of at least 16 bytes or TRINE_BALANCE_KEY"),
         (("serve", "--address", "0.0.0.0:1"), "the service is for this machine only"),
     ],
@@ -96,13 +142,24 @@ def test_mistakes_get_one_line(balance: Run, args: tuple[str, ...], message: str
 def test_stress(balance: Run) -> None:
     sizes = ("--tokens", "1024", "--experts", "16", "--k", "2", "--steps", "6")
     code, out, _ = balance("stress", *sizes, "--max-vio", "2.0", "--policies", "qb", "freeze")
-    assert code == 0 and "after 5" in out and "not in 6" in out
+    assert code == 0 and out.count("after") == 4 and "not in 6" in out
     code, out, _ = balance("stress", *sizes, "--max-vio", "2.0", "--policies", "qb", "--json")
     (found,) = json.loads(out)
     assert (found["policy"], found["steps"] in (1, 2)) == ("qb", True) and len(found["path"]) == 7
     code, out, _ = balance("stress", "--what", "experts", *sizes, "--max-vio", "1.0", "--repeats", "1")
     assert code == 0 and "times even" in out and "1.000" in out
     assert balance("stress", "--policies", "aux")[0] == 2
+    small = ("--steps", "5", "--tokens", "2048", "--experts", "16", "--policies", "qb", "--json")
+    code, out, err = balance("stress", *small)  # 4.0 of the usual sweep cannot be, 0.2 is within what chance gives
+    assert (code, [one["max_violation"] for one in json.loads(out)]) == (0, [1.0]), err
+
+
+def test_serve_names_the_address_it_cannot_have(balance: Run, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"0123456789abcdef")
+    (tmp_path / "key").chmod(0o600)
+    code, out, err = balance("serve", "--key", "key", "--address", f"unix:{tmp_path}/absent/s")
+    assert (code, out) == (1, "")
+    assert err == f"trine balance: unix:{tmp_path}/absent/s: cannot listen there (No such file or directory)\n"
 
 
 def test_serve_prints_its_address_and_answers_until_interrupted(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_rows_are_shown_as_the_model_sees_them(data: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        ((), 2, "trine data: found 'nothing', which is no verb of trine data; need one of add, fetch, list, preview"),
+        ((), 2, "trine data: found no verb of trine data; need one of add, fetch, list, preview"),
         (("ad",), 2, "trine data: found 'ad', which is no verb of trine data; did you mean add?"),
         (("add", "x", "absent"), 1, "trine data: source x: absent does not exist"),
         (("add", "x", "mine", "--license", "MIT"), 2, "no option --license; did you mean --licence?"),

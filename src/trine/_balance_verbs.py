@@ -6,13 +6,17 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
 
 from trine._options import dispatch, parse
 from trine.train.compare_config import CompareConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 HELP = """\
 usage: trine balance VERB [options]
@@ -34,8 +38,8 @@ class Analyze:
     """Is there imbalance in saved loads, does it last, is it of experts or of ranks, which alert would have begun.
 
     LOADS is a run (a folder, or a name inside runs/) or its recorder's file; .npy or .npz with [steps, layers, experts]
-    or [steps, experts] token counts; or .csv with a row a step and a column an expert, or the columns step, layer,
-    expert, load.
+    or [steps, experts] token counts; or .csv with a row a step and a column an expert, or with the columns step, layer,
+    expert, load, where what has no row counts as 0 (how many is told) and other columns are ignored.
     """
 
     loads: Annotated[Positional[str], tyro.conf.arg(metavar="LOADS")]
@@ -53,7 +57,7 @@ class Stress:
     """
 
     what: Literal["policies", "experts"] = "policies"
-    max_vio: tuple[float, ...] = (0.2, 1.0, 4.0)  # largest load over mean load, minus 1
+    max_vio: tuple[float, ...] = ()  # largest load over mean load, minus 1; else those of 0.2, 1, 4 that can be
     tokens: int = 8192  # tokens a step
     experts: int = 64  # experts of the layer
     k: int = 4  # experts a token
@@ -100,7 +104,7 @@ def _analyze(args: list[str]) -> int:
         print(json.dumps(found.to_json()))
         return 0
     console = Console()
-    console.print(analysis_table(found))
+    _show(console, analysis_table(found))
     for sentence in found.verdict:
         console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     return 0
@@ -108,40 +112,52 @@ def _analyze(args: list[str]) -> int:
 
 def _stress(args: list[str]) -> int:
     options = parse("balance stress", Stress, args)
+    for name, values in (("max-vio", options.max_vio), ("policies", options.policies)):
+        if f"--{name}" in args and not values:
+            raise ValueError(f"{name}: found no value, need at least one")
     from rich.console import Console
 
     from trine.balance import stress
     from trine.views.balance import recovery_table, timing_table
 
     sizes = (options.tokens, options.experts, options.k)
+    max_vio = options.max_vio or stress.possible(*sizes)
     title = f"{options.tokens} tokens, {options.experts} experts, {options.k} a token"
     if options.what == "experts":
         timings = stress.time_experts(
             *sizes,
             latent=options.latent,
             hidden=options.hidden,
-            max_violations=options.max_vio,
+            max_violations=max_vio,
             repeats=options.repeats,
             backward=options.backward,
             seed=options.seed,
         )
         found, table = [one.to_json() for one in timings], timing_table(timings, title)
     else:
-        recoveries = stress.recoveries(
-            options.policies, options.max_vio, *sizes, steps=options.steps, seed=options.seed
-        )
+        recoveries = stress.recoveries(options.policies, max_vio, *sizes, steps=options.steps, seed=options.seed)
         found, table = [one.to_json() for one in recoveries], recovery_table(recoveries, title)
     if options.json:
         print(json.dumps(found))
     else:
-        Console().print(table)
+        _show(Console(), table)
     return 0
+
+
+def _show(console: Console, table: Table) -> None:
+    """A terminal has a width; whoever reads a pipe wants every column whole."""
+    if console.is_terminal:
+        console.print(table)
+    else:
+        type(console)(file=console.file, width=10_000).print(table)
 
 
 def _serve(args: list[str]) -> int:
     options = parse("balance serve", Serve, args)
     from trine.balance.service_protocol import parse_address, read_key
 
+    if options.threads < 1:
+        raise ValueError(f"threads: found {options.threads}, need at least 1")
     address, key = parse_address(options.address), read_key(options.key)
     import torch
 

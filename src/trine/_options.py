@@ -362,5 +362,6 @@ def dispatch(name: str, verbs: Mapping[str, Callable[[list[str]], int]], text: s
     if verb not in verbs:
         near = difflib.get_close_matches(verb, verbs, n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; need one of {', '.join(verbs)}"
-        raise Usage(f"found {verb or 'nothing'!r}, which is no verb of trine {name}{hint}")
+        found = f"{verb!r}, which is no" if verb else "no"
+        raise Usage(f"found {found} verb of trine {name}{hint}")
     return verbs[verb](rest)

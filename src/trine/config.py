@@ -122,6 +122,11 @@ class BalanceConfig:
             value = getattr(self, field.name)
             unread = f"{field.default!r}, as the policy {self.policy!r} does not read it"
             _need(field.name in read or value == field.default, f"balance.{field.name}", value, unread)
+        for mode, name in (("dual", "capacity"), ("drop", "rounds")):
+            if self.policy == "stateless" and self.mode == mode:
+                default = type(self).__dataclass_fields__[name].default
+                value, unread = getattr(self, name), f"{default!r}, as the mode {mode!r} does not read it"
+                _need(value == default, f"balance.{name}", value, unread)
 
     def dials(self) -> dict[str, Any]:
         """The policy and the values that it reads: all that changes what a run computes, and `check_every`."""

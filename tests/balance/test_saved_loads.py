@@ -67,7 +67,9 @@ def _write(path: Path, value: object) -> None:
         ("a.npy", np.array([[0.5, 2]]), "found 0.5 at row 0"),
         ("a.npy", np.array([["a", "b"]]), "need counts of tokens"),
         ("a.npy", np.array([[{}, {}]]), "cannot be read"),
-        ("a.npy", b"nonsense", "cannot be read"),
+        ("a.npy", b"nonsense", "found a file that begins b'nonsen', need one that numpy.save(z) wrote"),
+        ("a.npy", b"", "found an empty file, need loads"),
+        ("a.npy", b"\x93NUMPY nonsense", "cannot be read"),
         ("a.npz", b"PK nonsense", "cannot be read"),
         ("a.npz", {"x": np.ones((2, 2)), "y": np.ones((2, 2))}, "found arrays ['x', 'y'], need one of the name loads"),
         ("a.npz", _stepped([2, 1]), "steps: found 1 at row 1 after 2, need each number larger than the one before"),
@@ -78,8 +80,13 @@ def _write(path: Path, value: object) -> None:
         ("a.npz", _stepped([1, np.inf]), "steps: found inf at row 1, need whole numbers"),
         ("a.npz", _stepped([2]), "steps: found shape (1,) of int64, need one number for each of the 2 rows"),
         ("a.npz", _stepped(["1", "2"]), "steps: found shape (2,) of <U1, need one number"),
-        ("a.csv", b"", "found no row of numbers, need at least one"),
-        ("a.csv", b"step,e0\n", "found no row of numbers, need at least one"),
+        ("a.csv", b"", "found an empty file, need loads"),
+        ("a.csv", b"\n\n", "found no row of numbers, need at least one"),
+        ("a.csv", b"step,e0\n", "found names of columns and no row of numbers, need at least one"),
+        ("a.csv", b"step;e0\n1;2\n", "line 1: found semicolons between cells, need commas"),
+        ("a.csv", b"\n1\t2\n", "line 2: found tabs between cells, need commas"),
+        ("a.csv", b"step,layer,e0,e1\n1,0,2,3\n", "found the column layer and none of the name expert and load"),
+        ("a.csv", b"step,expert,load,load\n1,0,2,3\n", "line 1: found the column load twice, need it once"),
         ("a.csv", b"1,2\n\n3\n", "line 3: found 1 cells, need 2, as in the first line"),
         ("a.csv", b"1,2\n3,x\n", "line 2: found 'x', need a number"),
         ("a.csv", b"1,2\n3,nan\n", "loads: found nan at line 2, layer 0, expert 1"),
@@ -93,7 +100,11 @@ def _write(path: Path, value: object) -> None:
         ("a.csv", b"step,expert,load\n1,-1,4\n", "expert: found -1.0 at line 2, need whole numbers of at least 0"),
         ("a.csv", b"step,expert,load\n1,0,4\n1.5,0,4\n", "step: found 1.5 at line 3"),
         ("a.csv", b"step,expert,load\n1,0,4\n2,0,-4\n", "load: found -4.0 at line 3"),
-        ("a.csv", b"step,expert,load\n1,2000000000,4\n", "need at most 2**28"),
+        (
+            "a.csv",
+            b"step,expert,load\n1,100000000,4\n",
+            "expert: found 100000000.0 at line 2, need whole numbers of at",
+        ),
         ("a.csv", b"\xff\xfe", "cannot be read"),
         ("a.txt", b"1", "found a file of kind '.txt', need a run's folder, .npy, .npz or .csv"),
         ("b.npy", None, "no such run or file"),
@@ -105,6 +116,31 @@ def test_bad_files_are_named(tmp_path: Path, name: str, value: object, message: 
     with pytest.raises(ValueError) as error:
         read_loads(tmp_path / name)
     assert message in str(error.value) and str(tmp_path / name) in str(error.value)
+
+
+def test_folders_that_hold_no_loads_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{tmp_path}: found no balance.sqlite in it, it is no run's folder; need a"):
+        read_loads(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"found no balance\.sqlite in it, this run recorded none \(recorder off\)"):
+        read_loads(tmp_path)
+
+
+def test_a_long_table_has_the_layers_it_names_and_tells_what_it_left_out(tmp_path: Path) -> None:
+    """Layers 3, 7 and 40 were 41 layers, and a column more made of all of them loads of experts."""
+    rows = [f"{s},{la},x,{e},{10 * la + e}" for s in (1, 2) for la in (3, 7, 40) for e in range(4)]
+    (tmp_path / "a.csv").write_text("Step,layer,bias,expert,load\n" + "\n".join(rows[:-2]))
+    found = read_loads(tmp_path / "a.csv")
+    assert found.loads_SLE.shape == (2, 3, 4) and found.steps_S.tolist() == [1, 2]
+    assert found.loads_SLE[0].tolist() == [[30, 31, 32, 33], [70, 71, 72, 73], [400, 401, 402, 403]]
+    assert found.loads_SLE[1, 2].tolist() == [400, 401, 0, 0]
+    assert found.notes == (
+        f"{tmp_path / 'a.csv'}: columns that are not read: bias.",
+        f"{tmp_path / 'a.csv'}: its layers 3, 7, 40 are called 0 to 2 here.",
+        f"{tmp_path / 'a.csv'}: 2 of 24 experts of steps and layers have no row: counted as 0.",
+    )
+    (tmp_path / "b.csv").write_text("step,expert,load\n1,0,4\n1,1,4\n")
+    assert read_loads(tmp_path / "b.csv").notes == ()
 
 
 def test_last_must_be_one_or_more(tmp_path: Path) -> None:

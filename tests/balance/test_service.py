@@ -105,6 +105,38 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+def test_a_child_that_is_still_starting_is_no_alarm(
+    balancing: Callable[..., AsyncBalancing], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It imports torch, which takes longer than the first steps: with the newest answer as lag they were all missed,
+    and a warning was the first thing that was heard of the service."""
+    policy = balancing("process", patience=1)
+    stats, _ = drive(policy, range(1, 2))
+    until(lambda: policy.status().answered, seconds=5.0)  # it had started when the first step ended
+    drive(policy, range(2, 3), stats)
+    status = policy.status()
+    assert (status.missed, status.version, status.failures, status.fallbacks) == (0, 1, 0, 0)
+    assert not caplog.records
+
+
+def test_starting_is_no_part_of_the_time_for_an_answer(
+    balancing: Callable[..., AsyncBalancing], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a run with a lag is not reproducible where the child starts slowly."""
+
+    class SlowToOpen(ThreadLink):
+        def open(self) -> None:
+            time.sleep(0.0 if self.opened else 0.6)
+            self.opened = True
+
+    link = SlowToOpen(QuantileBalancing(K))
+    link.opened = False  # type: ignore[attr-defined]
+    monkeypatch.setattr(AsyncBalancing, "_link", lambda self, key, threads: link)
+    policy = balancing(lag=0, seconds=0.3)
+    drive(policy, range(1, 3))
+    assert policy.status().missed == 0 and policy.version == 2 and not caplog.records
+
+
 @pytest.mark.parametrize(("estimator", "domain"), [("report", "sigmoid"), ("signed_log", "logit")])
 def test_without_lag_it_is_the_policy_itself(
     balancing: Callable[..., AsyncBalancing], estimator: str, domain: str

@@ -7,7 +7,7 @@ import torch
 
 from trine.balance import QuantileBalancing, SignBalancing, max_violation
 from trine.balance.freeze import Freeze
-from trine.balance.stress import forced_loads, forced_routing, recovery, time_experts
+from trine.balance.stress import forced_loads, forced_routing, possible, recovery, time_experts
 
 
 @pytest.mark.parametrize("violation", [0.0, 0.2, 1.0, 4.0, 27.0])
@@ -92,3 +92,15 @@ def test_experts_are_timed_at_each_load(backward: bool) -> None:
     assert set(found[0].to_json()) == {"max_violation", "found", "milliseconds", "relative", "per_token_k"}
     with pytest.raises(ValueError, match="need at least 1 each"):
         time_experts(256, 8, 2, repeats=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((8192, 64, 4), (0.2, 1.0, 4.0)),
+        ((2048, 16, 4), (1.0,)),  # at most 3.0; and 0.2 is within twice the floor
+        ((4096, 4, 3), (1 / 3,)),
+    ],
+)
+def test_the_usual_sweep_is_what_sizes_allow(sizes: tuple[int, int, int], expected: tuple[float, ...]) -> None:
+    assert possible(*sizes) == pytest.approx(expected)

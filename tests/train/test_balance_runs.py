@@ -209,6 +209,14 @@ def test_biases_of_scores_and_of_logits_are_not_mixed() -> None:
         ({"policy": "aux", "aux_weight": float("nan")}, "balance.aux_weight: found nan, need a finite number"),
         ({"policy": "load_quantile", "load_window": 0}, "balance.load_window: found 0, need at least 1"),
         ({"policy": "load_quantile", "load_band": -1.0}, "balance.load_band: found -1.0, need 0 or more"),
+        (
+            {"policy": "stateless", "capacity": 1.5},
+            "balance.capacity: found 1.5, need 1.0, as the mode 'dual' does not read it",
+        ),
+        (
+            {"policy": "stateless", "mode": "drop", "rounds": 5},
+            "balance.rounds: found 5, need 3, as the mode 'drop' does not read it",
+        ),
         ({"policy": "stateless", "rounds": 0}, "balance.rounds: found 0, need at least 1"),
         ({"check_every": -1}, r"balance.check_every: found -1, need 0 \(never\) or more"),
         ({"mode": "drop"}, "balance.mode: found 'drop', need 'dual', as the policy 'qb' does not read it"),

@@ -9,14 +9,13 @@ import numpy as np
 from trine.balance.saved_loads import Loads
 from trine.config import BalanceConfig
 
-FEWEST = 4
-"""Steps from which on it can be said whether an imbalance lasts."""
+FEWEST = 20
+"""Steps from which on it can be said whether an imbalance lasts; as many as a router may take to settle."""
 _MEANING = {
     "lasting": "the same experts are full or empty throughout",
     "drifting": "which experts are full changes slowly",
     "changing": "other experts are full at each step",
 }
-_YOUNG = 20  # steps after which every policy of docs/balance.md's comparison but sign has settled
 _SATURATED = 0.01  # as the rule of alerts
 _FEW_TOKENS = 4.0  # tokens an expert below which `QuantileBalancing` makes only part of each change
 _UNFORESEEN = "no bias can foresee it; take more tokens a step"
@@ -33,6 +32,11 @@ def advise(lasts: str, loads: Loads, layers: Sequence[int]) -> str:
     """
     if lasts == "unknown":
         return f"too few steps to say whether it lasts: {FEWEST} are needed"
+    if lasts == "falling":
+        return (
+            "it is going away by itself, to less than half over these steps, so whether any of it lasts is not known "
+            "yet: look at later steps (--last)"
+        )
     remedy = _remedy(lasts, loads, layers)
     return f"{_MEANING[lasts]}{', ' if remedy.startswith('although') else ': '}{remedy}"
 
@@ -54,15 +58,14 @@ def _remedy(lasts: str, loads: Loads, layers: Sequence[int]) -> str:
     if lasts == "changing":
         swings = f"steps of balance.sign_step {c.sign_step:g} may overshoot (alert oscillation); otherwise "
         return f"{swings if c.policy == 'sign' else ''}{_UNFORESEEN}, {_IN_TIME}"
-    young = [f"the run is {int(loads.steps_S[-1])} steps old"] if loads.steps_S[-1] <= _YOUNG else []
     if c.policy in ("qb", "stateless"):
-        return _solved(lasts, c, loads, layers, young)
+        return _solved(lasts, c, loads, layers)
     slow = {
         "sign": f"steps of balance.sign_step {c.sign_step:g} are too short for it",
         "aux": f"the loss's weight, balance.aux_weight {c.aux_weight:g}, is too small for it",
         "load_quantile": f"balance.load_rate {c.load_rate:g} every {c.load_window} steps is too slow for it",
     }[c.policy]
-    return "; ".join((*young, f"{slow}, so raise it, or take balance.policy qb, which has no such dial"))
+    return f"{slow}, so raise it, or take balance.policy qb, which has no such dial"
 
 
 def _stateless(c: BalanceConfig) -> str:
@@ -73,7 +76,7 @@ def _stateless(c: BalanceConfig) -> str:
     return f"balance.capacity {c.capacity:g} cuts off what is full ({left}), no more: {lower}take balance.mode dual"
 
 
-def _solved(lasts: str, c: BalanceConfig, loads: Loads, layers: Sequence[int], young: list[str]) -> str:
+def _solved(lasts: str, c: BalanceConfig, loads: Loads, layers: Sequence[int]) -> str:
     """Where the bias is solved at every step already: why that may not be enough."""
     late = []
     if c.ema:
@@ -84,9 +87,9 @@ def _solved(lasts: str, c: BalanceConfig, loads: Loads, layers: Sequence[int], y
     if loads.told and any(alert.begins for alert in loads.told):
         late.append("the service fell silent (alert stale)")
     if lasts == "drifting":
-        found = [*young, *late, "a lower learning rate moves routers less"]
+        found = [*late, "a lower learning rate moves routers less"]
         return f"a bias solved at every step follows it one step late; {'; '.join(found)}, {_IN_TIME}"
-    found = [*young, *late]
+    found = list(late)
     scores = sum(one.tokens_L for one in loads.windows_S) * loads.loads_SLE.shape[-1]
     saturated = sum(one.saturated_L for one in loads.windows_S) / np.maximum(scores, 1)
     worst = float(saturated[list(layers)].max()) if loads.windows_S else 0.0
@@ -95,7 +98,7 @@ def _solved(lasts: str, c: BalanceConfig, loads: Loads, layers: Sequence[int], y
             f"{worst:.0%} of the scores are saturated, and no bias parts scores that are equal (balance.score_domain "
             "logit)"
         )
-    if c.policy == "qb" and c.score_domain == "sigmoid" and c.estimator == "report" and not young:
+    if c.policy == "qb" and c.score_domain == "sigmoid" and c.estimator == "report":
         found.append("equal bins may be too coarse for skewed scores (balance.estimator signed_log)")
     solved = "although the bias is solved at every step"
     mean = float(loads.loads_SLE.mean(-1)[:, list(layers)].mean())

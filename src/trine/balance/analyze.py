@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,9 @@ _FLOORS = 2.0  # a CV of more than so many floors is no chance
 _WORTH = 0.2  # MaxVio below this costs nothing worth a word
 _RANK_WORTH = 0.1  # overload of the fullest rank that is worth a word
 _LASTS = 0.5  # correlation from which on loads count as the same
-_KINDS = ("lasting", "drifting", "changing", "unknown")
+_FALLS = 0.5  # CV of the last quarter of the steps over that of the first, below which it is going away
+_ROUNDING = 0.002  # share of slots that may look empty because large loads are kept to 11 bits
+_KINDS = ("lasting", "drifting", "changing", "falling", "unknown")
 _LOAD_RULES = ("p95", "dead", "max_vio", "rank_overload")  # rules that loads alone can answer
 
 
@@ -49,10 +51,13 @@ class LayerAnalysis:
         uneven: CV above twice its floor, and MaxVio above 0.2.
         correlation: of the loads of two steps, by the distance of the steps; chance taken out; 1 is the same loads.
         lasts: ``"lasting"`` (the same experts a quarter of the steps later), ``"drifting"`` (at the next step only),
-            ``"changing"`` (not even then), ``"unknown"`` (too few steps) or ``""`` (even).
+            ``"changing"`` (not even then), ``"falling"`` (it is going away: the CV of the last quarter of the steps is
+            less than half of the first quarter's), ``"unknown"`` (fewer than 20 steps) or ``""`` (even).
         hottest: up to three experts of the highest mean load, with load over mean load.
         rank_overload, rank_floor: mean of the fullest rank's load over the ranks' mean, and what chance gives.
         uneven_ranks: its excess over 1 above twice the floor, and above 0.1.
+        empty: share of tokens x k that no expert got, where a run's recorder counted its tokens; else 0. All figures
+            are of the slots that were filled.
     """
 
     layer: int
@@ -70,6 +75,7 @@ class LayerAnalysis:
     rank_overload: float
     rank_floor: float
     uneven_ranks: bool
+    empty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,8 @@ def analyze(loads: Loads, ranks: int = 1) -> Analysis:
     if not loads.loads_SLE.any():
         raise ValueError(f"{loads.source}: found no token in any step, need at least one")
     alerts, rules = _replay(loads, ranks)
-    found = tuple(_layer(layer, loads.loads_SLE[:, layer], loads.top_k, ranks) for layer in range(layers))
+    judged = (_layer(layer, loads.loads_SLE[:, layer], loads.top_k, ranks) for layer in range(layers))
+    found = tuple(replace(one, empty=empty) for one, empty in zip(judged, _empty(loads), strict=True))
     kinds = {kind: [one.layer for one in found if one.lasts == kind] for kind in _KINDS}
     return Analysis(
         source=loads.source,
@@ -156,7 +163,8 @@ def _layer(layer: int, loads_SE: Array, top_k: int, ranks: int) -> LayerAnalysis
     tokens_S = counted_SE.sum(-1) // top_k
     cv_floor_S, vio_floor_S, _ = sampling_floors(tokens_S, top_k, experts)
     percentiles = load_percentiles(counted_SE)
-    cv, max_vio = float(coefficient_of_variation(counted_SE).mean()), float(max_violation(counted_SE).mean())
+    cv_S = coefficient_of_variation(counted_SE)
+    cv, max_vio = float(cv_S.mean()), float(max_violation(counted_SE).mean())
     cv_floor, vio_floor = float(cv_floor_S.mean()), float(vio_floor_S.mean())
     uneven = cv > _FLOORS * cv_floor and max_vio > _WORTH
     relative_SE = (counted_SE.double() / counted_SE.double().mean(-1, keepdim=True)).numpy()
@@ -177,12 +185,20 @@ def _layer(layer: int, loads_SE: Array, top_k: int, ranks: int) -> LayerAnalysis
         dead=int(dead_over_steps(counted_SE)),
         uneven=uneven,
         correlation=correlation,
-        lasts=_lasts(correlation, len(counted_SE)) if uneven else "",
+        lasts=_lasts(correlation, cv_S.numpy()) if uneven else "",
         hottest=hottest,
         rank_overload=overload,
         rank_floor=rank_floor,
         uneven_ranks=overload - 1.0 > max(_FLOORS * rank_floor, _RANK_WORTH),
     )
+
+
+def _empty(loads: Loads) -> list[float]:
+    """Share of slots of each layer that found no expert; 0 where tokens were not counted, and below what rounding of
+    recorded loads can make (they keep 11 bits)."""
+    slots_L = loads.top_k * sum((one.tokens_L for one in loads.windows_S), np.zeros(loads.loads_SLE.shape[1]))
+    share_L = 1.0 - loads.loads_SLE.sum((0, 2)) / np.maximum(slots_L, 1)
+    return np.where((slots_L > 0) & (share_L > _ROUNDING), share_L, 0.0).tolist()
 
 
 def _correlation(deviation_SE: Array, noise: float) -> dict[int, float]:
@@ -200,9 +216,12 @@ def _correlation(deviation_SE: Array, noise: float) -> dict[int, float]:
     return {lag: max(-1.0, min(1.0, product / signal)) for lag, product in products.items()}
 
 
-def _lasts(correlation: Mapping[int, float], steps: int) -> str:
+def _lasts(correlation: Mapping[int, float], cv_S: Array) -> str:
+    steps = len(cv_S)
     if steps < FEWEST or not correlation:
         return "unknown"
+    if cv_S[-(steps // 4) :].mean() < _FALLS * cv_S[: steps // 4].mean():
+        return "falling"
     if correlation[steps // 4] >= _LASTS:
         return "lasting"
     return "drifting" if correlation[1] >= _LASTS else "changing"
@@ -246,6 +265,12 @@ def _on_experts(analysis: Analysis) -> list[str]:
             f"Experts are uneven in {_named(those)}{under}: MaxVio {worst.max_vio:.2f} against "
             f"{worst.max_vio_floor:.2f} by chance, P95 of load over mean {worst.p95:.2f} (layer {worst.layer}); "
             f"{meaning}."
+        )
+    if any(one.empty for one in layers):
+        worst = max(layers, key=lambda one: one.empty)
+        lines.append(
+            f"Up to {worst.empty:.1%} of the slots stayed empty (layer {worst.layer}); loads and MaxVio are over the "
+            "mean of those that were filled."
         )
     dead = [one for one in layers if one.dead]
     if dead:

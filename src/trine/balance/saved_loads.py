@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trine.balance.alerts import Alert
-from trine.balance.record_format import MARGIN_LEVELS, Array, HostWindow
+from trine.balance.record_format import FILE_NAME, MARGIN_LEVELS, Array, HostWindow
 from trine.balance.recorder_reader import RecorderReader
 from trine.config import BalanceConfig
 
@@ -22,6 +22,8 @@ LAST_STEPS = 1000
 TOLD_RULES = ("stale",)
 """Rules that only the run itself can judge: what its controller did is in no load."""
 _NUMBER = "whole numbers of at least 0"
+_MOST_EXPERTS = 1 << 16  # of a table; a larger number is a slip, and would cost time and memory for nothing
+_LONG = ("step", "expert", "load")  # columns of a table with a row an expert; layer may be there
 _EXACT = 2**53  # whole numbers below it are exact in fp64
 
 Place = Callable[[int], str]
@@ -72,7 +74,8 @@ def read_loads(path: str | Path, last: int = LAST_STEPS) -> Loads:
         path: a run's folder or its recorder's file; ``.npy`` or ``.npz`` (its array ``loads``, or its only one, and
             ``steps`` if there) with ``[S, L, E]`` or ``[S, E]`` token counts; or ``.csv``: a row a step and a column an
             expert, with or without names, the first of which may be ``step``, or the columns ``step,layer,expert,load``
-            in any order of rows, ``layer`` being optional.
+            in any order of rows, ``layer`` being optional and other columns ignored. What has no row there counts as 0;
+            notes say how many, and which layers of the table the layers are if those are not 0, 1, 2 ….
         last: newest steps to read.
 
     Raises:
@@ -83,14 +86,20 @@ def read_loads(path: str | Path, last: int = LAST_STEPS) -> Loads:
     path = Path(path)
     if last < 1:
         raise ValueError(f"last: found {last}, need at least 1")
+    if path.is_dir() and not (path / FILE_NAME).exists():
+        what = "this run recorded none (recorder off)" if (path / "run.json").exists() else "it is no run's folder"
+        raise ValueError(f"{path}: found no {FILE_NAME} in it, {what}; need a recorded run, .npy, .npz or .csv")
     if path.is_dir() or path.suffix == ".sqlite":
         return _from_recorder(path, last)
     if not path.is_file():
         raise ValueError(f"{path}: no such run or file")
+    if not path.stat().st_size:
+        raise ValueError(f"{path}: found an empty file, need loads")
     if path.suffix not in (".npy", ".npz", ".csv"):
         raise ValueError(f"{path}: found a file of kind {path.suffix!r}, need a run's folder, .npy, .npz or .csv")
-    steps_S, loads_SLE = _from_csv(path) if path.suffix == ".csv" else _from_numpy(path)
-    return Loads(str(path), steps_S[-last:], loads_SLE[-last:])
+    notes: list[str] = []
+    steps_S, loads_SLE = _from_csv(path, notes) if path.suffix == ".csv" else _from_numpy(path)
+    return Loads(str(path), steps_S[-last:], loads_SLE[-last:], notes=tuple(notes))
 
 
 # -- arrays and tables -------------------------------------------------------------------------------------------------
@@ -142,6 +151,12 @@ def _counts(path: Path, loads: Array, place: Place = _row) -> Array:
 
 def _from_numpy(path: Path) -> tuple[Array, Array]:
     steps: Array | None = None
+    with path.open("rb") as file:
+        begins = file.read(6)
+    if begins != b"\x93NUMPY" and not begins.startswith(b"PK"):
+        raise ValueError(
+            f"{path}: cannot be read: found a file that begins {begins!r}, need one that numpy.save(z) wrote"
+        )
     try:
         found = np.load(path, allow_pickle=False)
         if not isinstance(found, np.ndarray):
@@ -167,7 +182,7 @@ def _from_numpy(path: Path) -> tuple[Array, Array]:
     return _rising(path, steps, _row), loads_SLE
 
 
-def _from_csv(path: Path) -> tuple[Array, Array]:
+def _from_csv(path: Path, notes: list[str]) -> tuple[Array, Array]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin UTF-8 with a mark
             reader = csv.reader(file)
@@ -175,17 +190,37 @@ def _from_csv(path: Path) -> tuple[Array, Array]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
     names = [name.strip().lower() for name in rows[0][1]] if rows else []
+    for sign, word in ((";", "semicolons"), ("\t", "tabs")):
+        if len(names) == 1 and sign in names[0]:
+            raise ValueError(f"{path}: line {rows[0][0]}: found {word} between cells, need commas")
     titled = any(name and not _is_number(name) for name in names)
     lines = [number for number, _ in rows[titled:]]
     if not lines:
-        raise ValueError(f"{path}: found no row of numbers, need at least one")
-    values = np.array([_numbers(path, number, row, len(names)) for number, row in rows[titled:]])
+        raise ValueError(
+            f"{path}: found {'names of columns and ' if titled else ''}no row of numbers, need at least one"
+        )
+    long = titled and set(_LONG) <= set(names)
+    strange = [name for name in ("layer", "expert", "load") if name in names] if titled and not long else []
+    if strange:
+        missing = " and ".join(name for name in _LONG if name not in names)
+        raise ValueError(
+            f"{path}: line {rows[0][0]}: found the column {strange[0]} and none of the name {missing}: need step, "
+            "expert, load, and layer if there are several; or a column an expert"
+        )
+    chosen = [i for i, name in enumerate(names) if name in (*_LONG, "layer")] if long else list(range(len(names)))
+    if long and len(chosen) > len({names[i] for i in chosen}):
+        twice = next(names[i] for i in chosen if names.count(names[i]) > 1)
+        raise ValueError(f"{path}: line {rows[0][0]}: found the column {twice} twice, need it once")
+    if len(chosen) < len(names):
+        ignored = ", ".join(name or "one without a name" for i, name in enumerate(names) if i not in chosen)
+        notes.append(f"{path}: columns that are not read: {ignored}.")
+    values = np.array([_numbers(path, number, row, len(names), chosen) for number, row in rows[titled:]])
 
     def place(index: int) -> str:
         return f"line {lines[index]}"
 
-    if titled and {"step", "expert", "load"} <= set(names) <= {"step", "layer", "expert", "load"}:
-        return _from_long(path, {name: values[:, names.index(name)] for name in names}, place)
+    if long:
+        return _from_long(path, {names[i]: values[:, at] for at, i in enumerate(chosen)}, place, notes)
     if titled and names[0] in ("step", "steps"):
         return _rising(path, values[:, 0], place), _counts(path, values[:, 1:], place)
     return np.arange(1, len(values) + 1, dtype=np.int64), _counts(path, values, place)
@@ -199,27 +234,31 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _numbers(path: Path, line: int, row: Sequence[str], columns: int) -> list[float]:
+def _numbers(path: Path, line: int, row: Sequence[str], columns: int, chosen: Sequence[int]) -> list[float]:
     if len(row) != columns:
         raise ValueError(f"{path}: line {line}: found {len(row)} cells, need {columns}, as in the first line")
-    for cell in row:
+    cells = [row[i] for i in chosen]
+    for cell in cells:
         if not _is_number(cell):
             raise ValueError(f"{path}: line {line}: found {cell!r}, need a number")
-    return [float(cell) for cell in row]
+    return [float(cell) for cell in cells]
 
 
-def _from_long(path: Path, columns: Mapping[str, Array], place: Place) -> tuple[Array, Array]:
+def _from_long(path: Path, columns: Mapping[str, Array], place: Place, notes: list[str]) -> tuple[Array, Array]:
     """One row a step, layer and expert; what is left out is 0."""
     none_N = np.zeros(len(columns["step"]))
     step_N, layer_N, expert_N = (
-        _whole(path, name, columns.get(name, none_N), place, 2**31) for name in ("step", "layer", "expert")
+        _whole(path, name, columns.get(name, none_N), place, below)
+        for name, below in (("step", 2**31), ("layer", 2**31), ("expert", _MOST_EXPERTS))
     )
     load_N = _whole(path, "load", columns["load"], place)
     steps_S, index_N = np.unique(step_N, return_inverse=True)
-    shape = (len(steps_S), int(layer_N.max()) + 1, int(expert_N.max()) + 1)
+    layers_L, place_N = np.unique(layer_N, return_inverse=True)
+    shape = (len(steps_S), len(layers_L), int(expert_N.max()) + 1)
     if math.prod(shape) > 1 << 28:
-        raise ValueError(f"{path}: found numbers up to {shape}, need at most 2**28 steps x layers x experts")
-    cell_N = np.ravel_multi_index((index_N, layer_N, expert_N), shape)
+        found = " x ".join(map(str, shape))
+        raise ValueError(f"{path}: found {found} steps x layers x experts, need at most 2**28 in all")
+    cell_N = np.ravel_multi_index((index_N, place_N, expert_N), shape)
     _, first_N = np.unique(cell_N, return_index=True)
     for index in np.setdiff1d(np.arange(len(cell_N)), first_N)[:1].tolist():
         raise ValueError(
@@ -228,6 +267,12 @@ def _from_long(path: Path, columns: Mapping[str, Array], place: Place) -> tuple[
         )
     loads = np.zeros(math.prod(shape), dtype=np.int64)
     loads[cell_N] = load_N
+    if layers_L[-1] != len(layers_L) - 1:
+        first, shown = len(layers_L) - 1, ", ".join(map(str, layers_L[:8])) + " …" * (len(layers_L) > 8)
+        notes.append(f"{path}: its layers {shown} are called 0 to {first} here.")
+    if len(cell_N) < len(loads):
+        missing = len(loads) - len(cell_N)
+        notes.append(f"{path}: {missing} of {len(loads)} experts of steps and layers have no row: counted as 0.")
     return steps_S, loads.reshape(shape)
 
 

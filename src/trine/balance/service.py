@@ -21,7 +21,16 @@ from torch import distributed as dist
 
 from trine._log import logger
 from trine.balance.quantile_balancing import QuantileBalancing
-from trine.balance.service_link import Answer, ChildLink, Courier, Link, Request, SocketLink, ThreadLink
+from trine.balance.service_link import (
+    START_SECONDS,
+    Answer,
+    ChildLink,
+    Courier,
+    Link,
+    Request,
+    SocketLink,
+    ThreadLink,
+)
 from trine.balance.service_protocol import parse_address, read_key
 from trine.balance.window import Window, reduce_counts
 from trine.ops.router import RouterStats
@@ -90,7 +99,8 @@ class AsyncBalancing:
         patience: steps without a new bias from the service after which each step solves its own here, until the
             service answers again; an answer to a window older than that is not adopted. Biases 0 to 4 steps old were
             measured to balance as well.
-        seconds: time allowed for an answer, and in ``lag`` mode for waiting at a step.
+        seconds: time allowed for an answer, and in ``lag`` mode for waiting at a step; the start of a child process is
+            no part of it.
         threads: of the child process.
 
     Build it after ``init_process_group``. `close` ends the thread and the child process; so does the end of the
@@ -152,7 +162,8 @@ class AsyncBalancing:
 
     @torch.no_grad()
     def step(self, stats: RouterStats) -> Window:
-        """Reduce, hand over, adopt, zero. Waits for the service in ``lag`` mode only.
+        """Reduce, hand over, adopt, zero. Waits for the service in ``lag`` mode only; the first step also waits until a
+        child process has started, for a minute at most: what it imports takes longer than a step.
 
         Raises:
             ValueError: k exceeds the number of experts.
@@ -161,6 +172,7 @@ class AsyncBalancing:
         window = Window.of(stats)
         self.steps += 1
         if self._courier is not None:
+            self._courier.started(START_SECONDS)
             self._courier.submit(Request.of(stats, self._courier.epoch, self.steps))
             self._choose(self._courier, stats)
         if self._is_distributed():

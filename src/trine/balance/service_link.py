@@ -46,6 +46,8 @@ from trine.balance.service_server import solve_counts
 from trine.ops.router import RouterStats
 
 _BACKOFF_SECONDS = (0.2, 5.0)
+START_SECONDS = 60.0
+"""Time for a child process to begin; it imports torch."""
 _CHILD = "import sys; from trine.balance.service_server import child_main; sys.exit(child_main(sys.argv[1:]))"
 
 
@@ -220,7 +222,7 @@ class ChildLink:
     """A child process of our own, started again when it dies or hangs. It ends with this process, however that ends."""
 
     def __init__(
-        self, settings: Mapping[str, Any], seconds: float, *, start_seconds: float = 60.0, threads: int = 1
+        self, settings: Mapping[str, Any], seconds: float, *, start_seconds: float = START_SECONDS, threads: int = 1
     ) -> None:
         self._settings, self._seconds, self._start_seconds, self._threads = settings, seconds, start_seconds, threads
         self.process: subprocess.Popen[bytes] | None = None
@@ -339,9 +341,16 @@ class Courier:
         self._kept = kept
         self._requests: deque[Request] = deque(maxlen=waiting)
         self._stopped = False
+        self._opened = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._carry, name="trine-balance", daemon=True)
         self._thread.start()
+
+    def started(self, seconds: float) -> None:
+        """Wait until the link was opened once, or could not be; at most so long, and only the first time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._opened or self._stopped or self.known.down, seconds)
+            self._opened = True
 
     def submit(self, request: Request) -> None:
         """Hand over a request; never waits."""
@@ -407,6 +416,8 @@ class Courier:
             try:
                 self.link.open()  # before a request is taken: opening may take long, and newer ones come meanwhile
                 with self._changed:
+                    self._opened = True
+                    self._changed.notify_all()
                     self._changed.wait_for(lambda: self._stopped or bool(self._requests))
                     if self._stopped:
                         return

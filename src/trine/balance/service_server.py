@@ -110,16 +110,17 @@ def serve(
     Raises:
         OSError: the address is in use or cannot be bound.
     """
-    if isinstance(address, str):
-        _remove_left(address)
-        # only the owner may connect, whatever the umask; the key would refuse others anyway
-        before = os.umask(0o177)
-        try:
-            listener = Listener(address)
-        finally:
-            os.umask(before)
-    else:
+    before = os.umask(0o177)  # only the owner may connect, whatever the umask; the key would refuse others anyway
+    try:
+        if isinstance(address, str):
+            _remove_left(address)
         listener = Listener(address)
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OSError(f"{address_text(address)}: cannot listen there ({error.strerror})") from error
+    finally:
+        os.umask(before)
     with listener:
         at = listener.address
         on_ready(address_text(at if isinstance(at, str) else (str(at[0]), int(at[1]))))

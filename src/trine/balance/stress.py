@@ -17,6 +17,7 @@ from trine.balance.policies import BalancePolicy, make_policy
 from trine.config import BalanceConfig, PolicyName
 from trine.ops.experts import grouped_experts
 from trine.ops.router import RouterStats, route
+from trine.ops.router.quantile import check_k
 
 MAX_VIOLATIONS = (0.0, 0.2, 1.0, 4.0)
 """Even, and the sweep that expert-parallel kernels are measured with in public (vLLM #57598)."""
@@ -35,13 +36,8 @@ def forced_loads(tokens: int, experts: int, k: int, max_violation: float, hot: i
         ValueError: numbers out of range, or a MaxVio that so many hot experts cannot have: no expert can get more than
             every token, and together they can get no more than all there are.
     """
-    if tokens < 1 or not 1 <= k <= experts or not 1 <= hot <= experts:
-        raise ValueError(
-            f"tokens, experts, k, hot: found {tokens}, {experts}, {k}, {hot}, need tokens >= 1, 1 <= k <= experts and "
-            "1 <= hot <= experts"
-        )
+    largest = _largest(tokens, experts, k, hot)
     mean = tokens * k / experts
-    largest = min(experts / k, experts / hot) - 1.0
     if not 0.0 <= max_violation <= largest + 1e-9:
         raise ValueError(
             f"max_violation: found {max_violation}, need 0 to {largest:.6g}: {hot} of {experts} experts, {k} a token"
@@ -56,6 +52,15 @@ def forced_loads(tokens: int, experts: int, k: int, max_violation: float, hot: i
     loads_E[:hot] = full
     loads_E[hot : hot + rest] += 1
     return loads_E
+
+
+def _largest(tokens: int, experts: int, k: int, hot: int) -> float:
+    if tokens < 1 or not 1 <= k <= experts or not 1 <= hot <= experts:
+        raise ValueError(
+            f"tokens, experts, k, hot: found {tokens}, {experts}, {k}, {hot}, need tokens >= 1, 1 <= k <= experts and "
+            "1 <= hot <= experts"
+        )
+    return min(experts / k, experts / hot) - 1.0
 
 
 def forced_routing(tokens: int, experts: int, k: int, max_violation: float, seed: int, *, hot: int = 1) -> Tensor:
@@ -82,6 +87,23 @@ def forced_routing(tokens: int, experts: int, k: int, max_violation: float, seed
     ids_TK = ids_KT.t()[torch.randperm(tokens, generator=generator)]
     order_TK = torch.rand(tokens, k, generator=generator).argsort(1)
     return ids_TK.gather(1, order_TK)
+
+
+def possible(tokens: int, experts: int, k: int) -> tuple[float, ...]:
+    """Those of the usual sweep (`MAX_VIOLATIONS`, without 0) that sizes allow, or if there are none the largest MaxVio.
+
+    An expert cannot get more than every token, so experts / k - 1 is the largest. What is below twice the sampling
+    floor cannot be told from what tokens do by chance.
+
+    Raises:
+        ValueError: numbers out of range; or k = E, where loads cannot be uneven.
+    """
+    check_k(k, experts)
+    largest = _largest(tokens, experts, k, 1)
+    if largest <= 0:
+        raise ValueError(f"k: found {k}, need less than {experts}, the number of experts: all loads are equal")
+    least = _FLOORS * metrics.sampling_floor(tokens, k, experts).max_violation
+    return tuple(one for one in MAX_VIOLATIONS if least <= one <= largest and one > 0) or (largest,)
 
 
 @dataclass(frozen=True)

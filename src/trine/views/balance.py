@@ -13,39 +13,37 @@ if TYPE_CHECKING:
 
 
 def analysis_table(analysis: Analysis) -> Table:
-    """One row a layer: what is found, and in brackets what chance gives; all but the hottest experts in 80 columns."""
-    from rich.table import Table
-
+    """One row a layer: what is found, and in brackets what chance gives. Cells that find no room take two lines."""
     steps = f"step{'s' if analysis.steps > 1 else ''} {analysis.first}"
     steps += f" to {analysis.last}" if analysis.steps > 1 else ""
-    table = Table(title=f"{analysis.source}: {steps}, {analysis.experts} experts", box=None, padding=(0, 1, 0, 0))
-    several = analysis.ranks > 1
-    table.add_column("layer", justify="right", min_width=5)
-    table.add_column("uneven", min_width=8)
-    for heading, width in (
-        ("MaxVio (chance)", 11),
-        ("CV (chance)", 11),
-        ("P5 to P95", 12),
-        ("dead", 4),
-        ("next step", 5),
-    ):
-        table.add_column(heading, justify="right", min_width=width)
-    if several:
-        table.add_column(f"fullest of {analysis.ranks} ranks", justify="right", min_width=11)
-    table.add_column("hottest", no_wrap=True)
+    ranks = [f"fullest of {analysis.ranks} ranks"] if analysis.ranks > 1 else []
+    headings = ["layer", "uneven", "MaxVio (chance)", "CV (chance)", "P5 to P95", "dead", "next step", *ranks]
+    table = _table(f"{analysis.source}: {steps}, {analysis.experts} experts")
+    rows = []
     for one in analysis.layers:
         row = [
             str(one.layer),
             (one.lasts or "yes") if one.uneven else "no",
             f"{one.max_vio:.2f} ({one.max_vio_floor:.2f})",
             f"{one.cv:.2f} ({one.cv_floor:.2f})",
-            f"{one.p5:.2f} to {one.p95:.2f}",
+            f"{one.p5:.2f} {one.p95:.2f}",
             str(one.dead),
             f"{one.correlation[1]:.2f}" if 1 in one.correlation else "-",
         ]
-        if several:
+        if ranks:
             row.append(f"{one.rank_overload:.2f} ({1 + one.rank_floor:.2f})")
-        row.append(", ".join(f"{expert} ({load:.2f})" for expert, load in one.hottest))
+        row.append("{}:{:.2f}".format(*one.hottest[0]) if one.hottest else "-")
+        rows.append(row)
+    for i, heading in enumerate([*headings, "hottest, its load"]):
+        words = [word for text in (heading, *(row[i] for row in rows)) for word in text.split()]
+        table.add_column(
+            heading,
+            justify="left" if heading in ("uneven", "hottest, its load") else "right",
+            min_width=max(map(len, words)),  # else the fold goes through numbers
+            max_width=max(*(len(word) for word in heading.split()), *(len(row[i]) for row in rows)),
+            overflow="fold",
+        )
+    for one, row in zip(analysis.layers, rows, strict=True):
         table.add_row(*row, style="yellow" if one.uneven or one.uneven_ranks or one.dead else None)
     return table
 
@@ -64,18 +62,26 @@ def timing_table(timings: Sequence[Timing], title: str) -> Table:
 
 
 def recovery_table(recoveries: Sequence[Recovery], title: str) -> Table:
-    """One row a policy and forced imbalance: MaxVio on the way, and when it was gone."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    shown = [0, 1, 2, 5, 10, 20, 40, 80]
+    """One row a policy and forced imbalance: when it was gone, and MaxVio on the way; in 80 columns."""
+    table = _table(title)
     longest = max((len(one.path) for one in recoveries), default=1)
-    shown = [step for step in shown if step < longest]
-    table.add_column("policy", min_width=max((len(one.policy) for one in recoveries), default=0))
-    for column in ("MaxVio", *(f"after {step}" for step in shown), "by chance", "steps to twice that"):
-        table.add_column(column, justify="right")
+    shown = [step for step in (0, 1, 2, 5, 10, 20, 40, 80) if step < longest]
+    table.add_column("policy", no_wrap=True)
+    rows = []
     for one in recoveries:
         path = [f"{one.path[step]:.2f}" if step < len(one.path) else "-" for step in shown]
         steps = f"not in {len(one.path) - 1}" if one.steps is None else str(one.steps)
-        table.add_row(one.policy, f"{one.max_violation:g}", *path, f"{one.floor:.2f}", steps)
+        rows.append((one.policy, f"{one.max_violation:g}", steps, f"{one.floor:.2f}", *path))
+    for i, heading in enumerate(("MaxVio", "steps to twice chance", "chance", *(f"after {step}" for step in shown)), 1):
+        words = [max(heading.split(), key=len), *(row[i] for row in rows)]
+        table.add_column(heading, justify="right", width=max(map(len, words)), overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def _table(title: str) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    return Table(title=Text(title), title_justify="left", box=None, padding=(0, 1, 0, 0))
