@@ -150,8 +150,8 @@ def test_stress(balance: Run) -> None:
     assert code == 0 and "times even" in out and "1.000" in out
     assert balance("stress", "--policies", "aux")[0] == 2
     small = ("--steps", "5", "--tokens", "2048", "--experts", "16", "--policies", "qb", "--json")
-    code, out, err = balance("stress", *small)  # 4.0 of the usual sweep cannot be, 0.2 is within what chance gives
-    assert (code, [one["max_violation"] for one in json.loads(out)]) == (0, [1.0]), err
+    code, out, err = balance("stress", *small)  # 4.0 of the usual sweep cannot be
+    assert (code, [one["max_violation"] for one in json.loads(out)]) == (0, [0.2, 1.0]), err
 
 
 def test_serve_names_the_address_it_cannot_have(balance: Run, tmp_path: Path) -> None:

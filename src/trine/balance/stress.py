@@ -92,8 +92,8 @@ def forced_routing(tokens: int, experts: int, k: int, max_violation: float, seed
 def possible(tokens: int, experts: int, k: int) -> tuple[float, ...]:
     """Those of the usual sweep (`MAX_VIOLATIONS`, without 0) that sizes allow, or if there are none the largest MaxVio.
 
-    An expert cannot get more than every token, so experts / k - 1 is the largest. What is below twice the sampling
-    floor cannot be told from what tokens do by chance.
+    An expert cannot get more than every token, so experts / k - 1 is the largest. What is below one and a half sampling
+    floors may be what tokens do by chance.
 
     Raises:
         ValueError: numbers out of range; or k = E, where loads cannot be uneven.
@@ -102,7 +102,7 @@ def possible(tokens: int, experts: int, k: int) -> tuple[float, ...]:
     largest = _largest(tokens, experts, k, 1)
     if largest <= 0:
         raise ValueError(f"k: found {k}, need less than {experts}, the number of experts: all loads are equal")
-    least = _FLOORS * metrics.sampling_floor(tokens, k, experts).max_violation
+    least = 1.5 * metrics.sampling_floor(tokens, k, experts).max_violation
     return tuple(one for one in MAX_VIOLATIONS if least <= one <= largest and one > 0) or (largest,)
 
 
