@@ -188,6 +188,28 @@ def test_next_commands_name_this_run(report: Path) -> None:
     assert all(command in report.read_text() for command in commands)
 
 
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            ["train", "--balance.policy", "sign", "--run", "a", "--data.source", "my texts", "--runs=r"],
+            "train --balance.policy sign --data.source 'my texts' --runs=r --run kept-plain --model residual=plain",
+        ),
+        (["train", "--run=a", "--tokens", "5"], "train --tokens 5 --run kept-plain --model residual=plain"),
+        (["train", "--run", "a", "--resume"], None),
+        (["train", "--model", "residual=plain"], None),
+        (["-c"], None),
+    ],
+)
+def test_training_again_keeps_what_was_given(tmp_path: Path, command: list[str], expected: str | None) -> None:
+    """It was `train --preset`, whatever else the run was set to."""
+    folder = make_run(tmp_path / "kept", steps=2)
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "command": ["/bin/trine", *command]}))
+    commands = [one for one, _ in next_commands(folder)]
+    assert commands[2:] == ([] if expected is None else [f"{program()} {expected}"])
+
+
 def test_run_that_was_stopped_gets_a_report_without_the_parts_it_has_not_reached(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path / "short", steps=5, finished=False)).read_text()
     assert "Not evaluated: the run has not reached its end." in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,14 +116,17 @@ def parameters(count: float) -> str:
 
 
 def next_commands(run: str | Path) -> list[tuple[str, str]]:
-    """Three commands to try after a run, each with what it shows.
+    """Commands to try after a run, each with what it shows.
+
+    Training it again with one thing changed repeats what the run was started with; where that is not known (it was no
+    `trine train`, or the options of a resumed run are in its record), or the model was set already, it is left out.
 
     Raises:
         RunError: there is no run in the folder.
     """
     folder = Path(run)
-    preset, trine = _read_run(folder)["config"]["preset"], program()
-    return [
+    record, trine = _read_run(folder), program()
+    commands = [
         (
             f'{trine} generate {folder} --prompt "class " --temperature 0.8 --stream',
             "lets the model write; another `--seed` writes something else.",
@@ -131,11 +135,30 @@ def next_commands(run: str | Path) -> list[tuple[str, str]]:
             f"{trine} eval {folder}",
             "measures the newest checkpoint on the held-out files again.",
         ),
-        (
-            f"{trine} train --preset {preset} --run {folder.name}-plain --model residual=plain",
-            "trains the same model with an ordinary residual stream, to see what depth attention is worth.",
-        ),
     ]
+    options = _options(record.get("command"))
+    if options is not None:
+        again = shlex.join([*options, "--run", f"{folder.name}-plain", "--model", "residual=plain"])
+        why = "trains the same model with an ordinary residual stream, to see what depth attention is worth."
+        commands.append((f"{trine} train {again}", why))
+    return commands
+
+
+def _options(command: Any) -> list[str] | None:
+    """Options of the `trine train` that began a run, less its name; None where they do not say all of it."""
+    if not isinstance(command, list) or command[1:2] != ["train"]:
+        return None
+    options: list[str] = []
+    words = iter(command[2:])
+    for word in words:
+        name = word.partition("=")[0]
+        if name == "--resume" or name == "--model" or name.startswith("--model."):
+            return None
+        if word == "--run":
+            next(words, None)
+        elif name != "--run":
+            options.append(word)
+    return options
 
 
 def duration(seconds: float) -> str:
