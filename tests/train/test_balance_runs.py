@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor
 
 from trine._options import Usage, parse_train
-from trine.balance import QuantileBalancing, install_policy
+from trine.balance import QuantileBalancing, exporters, install_policy
+from trine.balance.service_protocol import ServiceError
+from trine.balance.service_server import serve
 from trine.config import BalanceConfig
 from trine.model import Model
-from trine.train import machine
+from trine.train import loop, machine
 from trine.train.callbacks import Callback
 from trine.train.config import (
     DataConfig,
@@ -50,6 +54,7 @@ POLICIES = {
     "freeze": BalanceConfig(policy="freeze"),
     "replay": BalanceConfig(policy="replay"),
 }
+KEY = b"sixteen bytes key"
 STILL = {"aux", "freeze", "replay"}
 
 
@@ -226,3 +231,32 @@ def test_biases_of_scores_and_of_logits_are_not_mixed() -> None:
 def test_bad_dials_are_named(dials: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BalanceConfig(**dials)
+
+
+def test_what_cannot_be_reached_is_told_before_the_data_are_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They were prepared first, for twenty seconds."""
+    monkeypatch.setattr(loop, "open_data", lambda *_: pytest.fail("the data were made first"))
+    monkeypatch.setattr(exporters, "_client", lambda: None)
+    plan = dataclasses.replace(train_preset("smoke"), runs=str(tmp_path / "runs"))
+    monkeypatch.setenv("TRINE_WEBHOOK", "file:///etc/passwd")
+    with pytest.raises(RunError, match="TRINE_WEBHOOK: webhook: found an address that begins with 'file', need http"):
+        train(plan)
+    monkeypatch.delenv("TRINE_WEBHOOK")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RunError, match=f"prometheus: cannot serve on 127.0.0.1:{port}"):
+            train(dataclasses.replace(plan, prometheus=port))
+    address = f"unix:{tmp_path / 'socket'}"
+    served = threading.Event()
+    arguments = {"address": address.removeprefix("unix:"), "key": KEY, "on_ready": lambda _: served.set()}
+    threading.Thread(target=serve, kwargs=arguments, daemon=True).start()
+    assert served.wait(30)
+    away = dataclasses.replace(plan, balance=BalanceConfig(service=address))
+    monkeypatch.delenv("TRINE_BALANCE_KEY", raising=False)
+    with pytest.raises(RunError, match="key: found none"):
+        train(away)
+    monkeypatch.setenv("TRINE_BALANCE_KEY", "another key of some length")
+    with pytest.raises(ServiceError, match="the key is not the service's"):
+        train(away)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 import urllib.error
 import urllib.parse
@@ -184,6 +185,36 @@ def _client() -> Any:
         ) from error
 
 
+def check_port(port: int, address: str = "127.0.0.1") -> None:
+    """Ask whether `Prometheus` could serve there now, so that a run can be refused before its data are made.
+
+    Raises:
+        ValueError: prometheus_client is not installed, or the port is taken.
+    """
+    _client()
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind((address, port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"prometheus: cannot serve on {address}:{port} ({error})") from error
+
+
+def check_webhook(url: str) -> str:
+    """The host of an address that `Webhook` may post to.
+
+    Raises:
+        ValueError: the address is no http or https one.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError:
+        parts = urllib.parse.urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"webhook: found an address that begins with {parts.scheme!r}, need http:// or https://")
+    return parts.hostname
+
+
 class JsonLines:
     """One line of JSON a step: its number, and for every figure of `SUMMARY` a list over layers; null where there is
     none. About 12 KB a step for 92 layers.
@@ -235,10 +266,7 @@ class Webhook:
     """
 
     def __init__(self, url: str, timeout: float = 2.0, depth: int = 64) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"webhook: found an address that begins with {parts.scheme!r}, need http:// or https://")
-        self._url, self._host, self.timeout = url, parts.hostname, timeout
+        self._url, self._host, self.timeout = url, check_webhook(url), timeout
         self._queue: deque[bytes] = deque()
         self._depth = depth
         self._wake = threading.Condition()

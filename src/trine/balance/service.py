@@ -31,7 +31,7 @@ from trine.balance.service_link import (
     SocketLink,
     ThreadLink,
 )
-from trine.balance.service_protocol import parse_address, read_key
+from trine.balance.service_protocol import connect, hang_up, parse_address, read_key
 from trine.balance.window import Window, reduce_counts
 from trine.ops.router import RouterStats
 
@@ -78,6 +78,21 @@ class ServiceStatus:
     def to_json(self) -> dict[str, Any]:
         """Field names and values."""
         return asdict(self)
+
+
+def check_service(where: str, seconds: float = 10.0) -> None:
+    """Greet the service at an address and hang up, so that a run can be refused before its data are made.
+
+    Args:
+        where: what `BalanceConfig.service` says; only an address is looked at.
+        seconds: time allowed for the greeting.
+
+    Raises:
+        ValueError: no address, or no key.
+        ServiceError: no service there, another key, another version.
+    """
+    if where not in ("off", "thread", "process"):
+        hang_up(connect(parse_address(where), read_key(), seconds))
 
 
 class AsyncBalancing:

@@ -16,6 +16,8 @@ import torch
 from trine._log import logger
 from trine.balance import close_policy, install_policy
 from trine.balance.alerts import rules_for
+from trine.balance.exporters import check_port, check_webhook
+from trine.balance.service import check_service
 from trine.config import to_dict
 from trine.data import Batch, DataError, Shards, prepare
 from trine.data._files import write_atomically
@@ -83,6 +85,7 @@ def train(config: TrainConfig, console: Console | None = None, callbacks: Sequen
 
     with RunFolder(path) as folder:
         _check_folder(config, folder)
+        _check_outside(config)
         say(f"run {path}")
         began = time.perf_counter()
         shards = open_data(config, path / "data")
@@ -331,6 +334,29 @@ def choose_device(wanted: str) -> torch.device:
         raise RunError("device: found 'cuda', but torch sees no CUDA card; `trine doctor` says why")
     use = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if use else "cpu")
+
+
+def _check_outside(config: TrainConfig) -> None:
+    """Refuse now what could not be reached once the data are made, which takes a while.
+
+    Raises:
+        RunError: an address or a port that cannot be had.
+        trine.balance.service_protocol.ServiceError: no balancing service at its address, or another key.
+    """
+    if os.environ.get("RANK", "0") != "0":  # the first of several processes alone is going to use them
+        return
+    webhook = os.environ.get("TRINE_WEBHOOK", "")
+    try:
+        if config.recorder and webhook:
+            check_webhook(webhook)
+    except ValueError as error:
+        raise RunError(f"TRINE_WEBHOOK: {error}") from error
+    try:
+        if config.recorder and config.prometheus:
+            check_port(config.prometheus)
+        check_service(config.balance.service)
+    except ValueError as error:
+        raise RunError(str(error)) from error
 
 
 def _callbacks(
