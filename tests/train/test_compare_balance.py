@@ -10,7 +10,7 @@ import torch
 
 from trine._balance_verbs import main
 from trine.config import BalanceConfig
-from trine.data import Batch
+from trine.data import Batch, DataError
 from trine.model import Model
 from trine.ops.router.auxiliary import auxiliary_loss, relative_loads
 from trine.train import compare_balance, machine
@@ -161,7 +161,7 @@ def test_a_comparison_runs_what_is_missing_and_is_put_together(
     words = ["compare", "--folder", small.folder, "--seeds", "1", "--tokens", "1024", "--jobs", "1", "--device", "cpu"]
     assert main([*words, "--arms", "qb", "aux", "qb-logit"]) == 0
     said = capsys.readouterr().out
-    assert "qb-logit" in said and "Not done yet" in said
+    assert "qb-logit" in said and "Not done yet" in said and "**" not in said
     with monkeypatch.context() as patch:
         patch.setattr(compare_balance, "_one_run", None)  # nothing is run again
         found = run_compare(CompareConfig(**{**vars(small), "arms": ("qb", "aux")}))
@@ -175,6 +175,19 @@ def test_a_comparison_runs_what_is_missing_and_is_put_together(
     with pytest.raises(RunError, match="holds a comparison with tokens 1024, found 2048; need another --folder"):
         run_compare(CompareConfig(**{**vars(small), "tokens": 2_048}))
     assert json.loads((Path(small.folder) / "compare.json").read_text())["format_version"] == 1
+
+
+def test_a_source_that_is_none_leaves_nothing_that_refuses_the_right_one(small: CompareConfig) -> None:
+    wrong = CompareConfig(**{**vars(small), "source": "no-such-source"})
+    folder = Path(small.folder)
+    with pytest.raises(DataError):
+        run_compare(wrong)
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "mine.txt").write_text("kept")
+    with pytest.raises(DataError):
+        run_compare(wrong)
+    assert (folder / "mine.txt").exists() and not (folder / "plan.json").exists()
 
 
 def test_the_command_of_one_run_is_that_run(small: CompareConfig) -> None:

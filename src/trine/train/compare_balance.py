@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import statistics
 import sys
 import time
@@ -24,7 +25,7 @@ from trine._log import logger
 from trine.balance import sampling_floor
 from trine.balance.load_policy import LoadPolicy
 from trine.balance.policies import install_policy
-from trine.data import Batch, Shards
+from trine.data import Batch, DataError, Shards
 from trine.evals.bits import held_out_bits
 from trine.model import Model
 from trine.ops.router.auxiliary import LoadPressure, relative_loads
@@ -46,6 +47,7 @@ SETTLED = 20  # step from which balance is judged, as in a run's report
 IN_A_ROW = 10  # steps that balance has to last to count as reached
 NEAR_FLOOR = 2.0  # times the sampling floor of MaxVio that counts as balanced
 FORMAT_VERSION = 1
+PLAN = "plan.json"
 
 # What is compared, and whether less is better.
 FIGURES: Mapping[str, bool] = {
@@ -75,13 +77,22 @@ def run_compare(config: CompareConfig, console: Console | None = None) -> dict[s
     jobs = min(config.jobs or cores, len(config.runs()))
     settings = machine.prepare_machine(config.threads or int(jobs > 1))
     folder = Path(config.folder)
+    fresh = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     say = console.print if console is not None else lambda text: logger.info(text)
     with alone(folder):  # of several commands in one folder, the first one plans and makes the data
+        planned = (folder / PLAN).exists()
         plan = _planned(config, folder)
         missing = [run for run in config.runs() if not result_path(folder, *run).exists()]
-        if missing and not (folder / "data" / "manifest.json").exists():
-            open_data(_run_config(config, *missing[0], folder), folder / "data")
+        try:
+            if missing and not (folder / "data" / "manifest.json").exists():
+                open_data(_run_config(config, *missing[0], folder), folder / "data")
+        except DataError:  # a plan with such data would refuse the next command, which has others
+            if not planned:
+                (folder / PLAN).unlink()
+            if fresh:
+                shutil.rmtree(folder)
+            raise
     if jobs > 1 and len(missing) > 1:
         todo = [_job(config, arm, seed, settings["threads"]) for arm, seed in missing]
         run_side_by_side(todo, jobs, say, "trine balance compare")
@@ -206,7 +217,7 @@ def wire_bytes(arm: str, model: Model) -> int:
 def _planned(config: CompareConfig, folder: Path) -> dict[str, Any]:
     """What is compared, as it was first asked for, so that all runs in a folder can be compared."""
     wanted = {name: getattr(config, name) for name in ("preset", "tokens", "source")}
-    path = folder / "plan.json"
+    path = folder / PLAN
     if path.exists():
         plan = dict(json.loads(path.read_text(encoding="utf-8")))
         for key, value in wanted.items():

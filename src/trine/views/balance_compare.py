@@ -83,7 +83,8 @@ def compare_note(found: Mapping[str, Any], brief: bool = False) -> str:
     seeds = max((arm["seeds"] for arm in arms.values()), default=0)
     floor = next((arm["floor"] for arm in arms.values()), 0.0)
     missing = found.get("missing", ())
-    unfinished = f" **Not done yet: {', '.join(missing)}.**" if missing else ""
+    strong = "" if brief else "**"  # a terminal shows no Markdown
+    unfinished = f" {strong}Not done yet: {', '.join(missing)}.{strong}" if missing else ""
     differs = (
         "with * the difference from the first row is more than two standard errors of the paired differences"
         if brief
@@ -94,8 +95,9 @@ def compare_note(found: Mapping[str, Any], brief: bool = False) -> str:
         f"Preset {found['config']['preset']}, {found['config']['tokens']:,} tokens a run, {seeds} "
         f"{'seed' if seeds == 1 else 'seeds'}: means over seeds; {differs}. Loss: last 20 steps. MaxVio: median "
         f"over steps from the 20th on, of the worst layer; chance gives {floor:.2f}. Steps to balance: until MaxVio "
-        "stays within twice that for ten steps. Cosine: between the gradients of the loss and of an auxiliary loss, in "
-        f"the trained model. KB a step: what each rank puts into the all-reduce.{unfinished}"
+        "stays within twice that for ten steps; a run that never gets there counts with all its steps. Cosine: between "
+        f"the gradients of the loss and of an auxiliary loss, in the trained model. KB a step: what each rank puts into the "
+        f"all-reduce.{unfinished}"
     )
 
 
