@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tyro.conf import Positional
 from trine._options import parse
 
 _SHORTEST_TOKEN = 16
+_NICENESS = 5
 DEMO_FOLDER = Path("runs") / "demo"
 
 
@@ -64,7 +66,7 @@ def main(args: list[str], start: Callable[[Any], None] | None = None) -> int:
     print(f"dashboard at {address}{'?' + urlencode({'token': token}) if token else ''}", flush=True)
     writer = _write_demo(where, options.demo_small) if demo else None
     try:
-        (start or (lambda one: one.serve_forever()))(server)
+        (start or _serve)(server)
     except KeyboardInterrupt:
         pass
     finally:
@@ -73,6 +75,13 @@ def main(args: list[str], start: Callable[[Any], None] | None = None) -> int:
             writer.terminate()
             writer.wait()
     return 0
+
+
+def _serve(server: Any) -> None:
+    """Until interrupted; training beside it goes first."""
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
+    server.serve_forever()
 
 
 def _folder(name: str) -> Path:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
 import math
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +110,40 @@ def test_plotly_places_marks_of_logarithmic_axes() -> None:
     layout = to_plotly(chart)["layout"]
     assert layout["yaxis"]["range"] == [-1.0, 2.0]
     assert [one["y0"] for one in layout["shapes"]] == [10.0] and layout["annotations"][0]["y"] == 1.0
+
+
+def test_plotly_gets_long_curves_as_bytes_without_rounding_steps() -> None:
+    steps = np.arange(100, dtype=np.float64) + 2.0**30 + 1
+    values = np.linspace(0, 1, 100)
+    values[7] = math.nan
+    found = to_plotly(Chart("k", "t", lines=(Line("a", steps, values), Line("b", steps[:63], values[:63]))))["data"]
+
+    def numbers(column: dict[str, str]) -> Any:
+        return np.frombuffer(base64.b64decode(column["bdata"]), dtype=f"<{column['dtype']}")
+
+    assert found[0]["x"]["dtype"] == "f8" and numbers(found[0]["x"]).tolist() == steps.tolist()
+    assert found[0]["y"]["dtype"] == "f4"
+    np.testing.assert_allclose(numbers(found[0]["y"]), values, rtol=1e-7)
+    assert len(found[1]["x"]) == 63 and found[1]["y"][7] is None
+    assert to_plotly(Chart("k", "t", lines=(Line("a", [1e300] * 64, values[:64]),)))["data"][0]["x"]["dtype"] == "f8"
+
+
+def test_an_axis_that_is_open_at_one_end_grows_with_the_data() -> None:
+    layout = to_plotly(Chart("k", "t", y=Axis("count", low=0.0), lines=(Line("a", [1, 2], [1.0, 2.0]),)))["layout"]
+    assert layout["yaxis"]["range"] == [0.0, None] and "uirevision" not in layout
+    assert layout["legend"]["uirevision"] == "k"
+
+
+@pytest.mark.parametrize(("most", "marked"), [(50.0, False), (500.0, True)])
+def test_a_logarithmic_axis_is_never_without_marks(most: float, marked: bool) -> None:
+    axis = to_plotly(Chart("k", "t", y=Axis("n", log=True), lines=(Line("a", [1, 2], [1.0, most]),)))["layout"]["yaxis"]
+    assert ("dtick" in axis) == marked
+
+
+def test_the_step_that_is_looked_at_is_left_to_the_page() -> None:
+    marks = (Mark(3, "stage"), Mark(5, "step 5", moves=True))
+    assert [one["x0"] for one in to_plotly(Chart("k", "t", marks=marks))["layout"]["shapes"]] == [3.0]
+    assert len(chart_render.to_matplotlib(Chart("k", "t", Axis("s"), marks=marks)).axes[0].lines) == 2
 
 
 def test_small_heatmaps_tell_values_and_large_ones_are_one_image() -> None:

@@ -118,10 +118,10 @@ def _controls(runs: Runs, sides: tuple[int, ...], span: tuple[int, int]) -> Any:
         return html.Fieldset([html.Legend(text), radio], className="control balance-only")
 
     step = dcc.Input(id="step", type="range", min=span[0], max=span[1], step=1, value=span[1])
-    said = html.Output(f"step {span[1]} of {span[1]}", id="step-text", htmlFor="step", className="stepvalue")
+    said = html.Output("", id="step-text", htmlFor="step", className="stepvalue")
     options, second = run_options(runs), sides[1] if len(sides) > 1 else None
     layers = [{"value": -1, "label": "all layers"}]
-    ranks = [{"value": one, "label": str(one) if one else "as recorded"} for one in _RANKS]
+    ranks = [{"value": one, "label": str(one) if one else "the run's"} for one in _RANKS]
     return html.Div(
         [
             labelled("Run", dcc.Dropdown(options, 0, id="run-a", clearable=False), "run"),
@@ -165,7 +165,7 @@ def _callbacks(app: Any, every: int) -> None:
     )
     app.clientside_callback(
         ClientsideFunction("trine", "choose"),
-        [Output("step-text", "children"), Output("follow", "value")],
+        Output("follow", "value"),
         Input("address", "pathname"),
         Input("run-a", "value"),
         Input("run-b", "value"),

@@ -75,7 +75,7 @@ window.trine = (() => {
     try {
       answer = await (first || ask(from));
     } catch (error) {
-      set('live', {children: 'no answer: is trine dash still running?'});
+      words('live', 'no answer: is trine dash still running?');
       return;
     } finally {
       first = null;
@@ -116,7 +116,7 @@ window.trine = (() => {
   }
 
   function controls(answer) {
-    if (shown.words.newest !== answer.newest) { set('live', {children: shown.words.newest = answer.newest}); }
+    words('live', answer.newest);
     shown.known = answer.known;
     if (answer.runs) {
       set('run-a', {options: answer.runs});
@@ -131,13 +131,13 @@ window.trine = (() => {
     if (String(shown.span) !== String(answer.span)) {
       shown.span = answer.span;
       set('step', {min: low, max: high, ...(moved ? {value: chosen.step === '' ? high : low} : {})});
-      set('step-text', {children: stepText(moved ? high : chosen.step)});
+      stepText(moved ? high : chosen.step);
     } else if (chosen.step === '' && Number(byId('step').value) !== high) {
       set('step', {value: high});
     }
   }
 
-  const stepText = step => 'step ' + step + ' of ' + shown.span[1];
+  const stepText = step => words('step-text', 'step ' + step + ' of ' + shown.span[1]);
 
   function words(id, text) {
     const one = byId(id);
@@ -381,7 +381,7 @@ window.trine = (() => {
 
   // -- controls ------------------------------------------------------------------------------------------------------
 
-  // Called by Dash with every change of a control; returns the step in words and whether the newest is followed.
+  // Called by Dash with every change of a control; returns whether the newest step is followed.
   function choose(path, first, second, step, follow, layer, what, order, ranks, theme) {
     const before = JSON.stringify(chosen), none = window.dash_clientside.no_update;
     const triggered = window.dash_clientside.callback_context.triggered.map(one => one.prop_id);
@@ -398,7 +398,8 @@ window.trine = (() => {
       step: followed ? '' : String(step)});
     if (followed && triggered.includes('follow.value') && Number(step) !== most) { set('step', {value: most}); }
     if (first !== null && (JSON.stringify(chosen) !== before || !shown.version)) { draw(false); }
-    return [shown.span ? stepText(followed ? most : step) : none, back && follow.length ? [] : none];
+    if (shown.span) { stepText(followed ? most : step); }
+    return back && follow.length ? [] : none;
   }
 
   window.addEventListener('beforeprint', () => shown.parts.forEach(paint));

@@ -45,9 +45,11 @@ def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
         "height": round(HEIGHT * chart.height),
         "hovermode": "x unified",
         "hoverlabel": {"bgcolor": ground, "font": {"color": ink}},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}},
+        # What is switched off in the legend stays off. Of the axes plotly.js would also keep a range that is open at
+        # one end as it came out for the first data, and later ones would grow out of the figure.
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}}
+        | {"uirevision": chart.key},
         "showlegend": True,
-        "uirevision": chart.key,
         "dragmode": False,
         "bargap": 0.15,
     }
@@ -75,6 +77,8 @@ def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
     data += [_bars(bars, colours) for bars in chart.bars] + [_line(line, colours) for line in chart.lines]
     layout["showlegend"] = layout["showlegend"] and sum(bool(one.get("showlegend")) for one in data) > 1
     layout["xaxis"], layout["yaxis"] = _axis(chart.x, ink, grid), _axis(chart.y, ink, grid)
+    if _decades(chart) < 2:
+        layout["yaxis"].pop("dtick", None)  # a mark a power of ten would leave one or none
     if chart.heatmap is not None:
         layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
         layout["yaxis"]["scaleanchor"] = False  # else an image's pixels are squares
@@ -82,7 +86,7 @@ def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
     for mark in chart.marks:
         if mark.moves:
             continue  # the page draws it over the figure, and moves it without drawing the figure anew
-        _mark(layout, mark, chart.x if mark.axis == "x" else chart.y, colours)
+        _mark(layout, mark, chart.x if mark.axis == "x" else chart.y, colours, ground)
     return {"data": data, "layout": layout}
 
 
@@ -107,7 +111,7 @@ def _bars(bars: Bars, colours: dict[Colour, str]) -> dict[str, Any]:
     return trace | {"hovertemplate": "%{y:.4g}"}
 
 
-def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, str]) -> None:
+def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, str], ground: str) -> None:
     if on.log and mark.at <= 0:
         return
     axis, at = mark.axis, mark.at
@@ -118,6 +122,7 @@ def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, st
     if not mark.text:
         return
     words = {"text": html.escape(mark.text), "showarrow": False, "font": {"size": 11, "color": line["color"]}}
+    words["bgcolor"] = ground  # it may lie over a bar
     at = math.log10(at) if on.log else at  # plotly.js takes a shape's place as a value, and a word's as its logarithm
     if axis == "x":
         place = {"x": at, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top"}
@@ -152,6 +157,13 @@ def _axis(axis: Axis, ink: str, grid: str) -> dict[str, Any]:
     elif low is not None or high is not None:
         found["range"] = [low, high]
     return found
+
+
+def _decades(chart: Chart) -> float:
+    """Powers of ten that the curves reach over."""
+    known = [values[np.isfinite(values) & (values > 0)] for values in (np.asarray(one.y) for one in chart.lines)]
+    ends = [math.log10(end) for values in known if values.size for end in (values.min(), values.max())]
+    return max(ends) - min(ends) if ends else 0.0
 
 
 def _heatmap(heatmap: Heatmap, chart: Chart, dark: bool) -> list[dict[str, Any]]:
