@@ -69,7 +69,7 @@ def main() -> None:
                 page.get_by_role("navigation").get_by_text(name).click()
                 while not page.locator("h1").inner_text().startswith(name):
                     page.wait_for_timeout(100)
-                page.set_viewport_size({"width": 1280, "height": 1500 if name == "Training" else 2000})
+                page.set_viewport_size({"width": 1280, "height": 1500 if name == "Training" else 1800})
                 settle(page)
                 save(page, name.lower(), full=True)
             page = opened(browser, address, 1440, 1250, "dark")

@@ -122,7 +122,7 @@ def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, st
     if not mark.text:
         return
     words = {"text": html.escape(mark.text), "showarrow": False, "font": {"size": 11, "color": line["color"]}}
-    words["bgcolor"] = ground  # it may lie over a bar
+    words["bgcolor"] = _faint(ground, 0.7)  # it may lie over a bar
     at = math.log10(at) if on.log else at  # plotly.js takes a shape's place as a value, and a word's as its logarithm
     if axis == "x":
         place = {"x": at, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top"}
@@ -160,8 +160,9 @@ def _axis(axis: Axis, ink: str, grid: str) -> dict[str, Any]:
 
 
 def _decades(chart: Chart) -> float:
-    """Powers of ten that the curves reach over."""
-    known = [values[np.isfinite(values) & (values > 0)] for values in (np.asarray(one.y) for one in chart.lines)]
+    """Powers of ten that curves and bands reach over."""
+    drawn = [one.y for one in chart.lines] + [end for one in chart.bands for end in (one.low, one.high)]
+    known = [values[np.isfinite(values) & (values > 0)] for values in map(np.asarray, drawn)]
     ends = [math.log10(end) for values in known if values.size for end in (values.min(), values.max())]
     return max(ends) - min(ends) if ends else 0.0
 
