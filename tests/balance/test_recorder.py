@@ -291,9 +291,9 @@ def test_killed_at_any_time_it_can_be_read_and_gone_on_with(tmp_path: Path) -> N
     try:
         assert job.stdout is not None and job.stdout.readline() == "go\n"
         with RecorderReader(path) as reader:  # while it is written
-            before = reader.version()
             latest = reader.latest()
             assert latest is not None and latest.last >= 45 and latest.loads_LE[0, 0] == latest.last
+            before = reader.version()  # after it: a step that came in between would be the change that is waited for
             end = time.monotonic() + 20
             while reader.version() == before and time.monotonic() < end:
                 time.sleep(0.005)

@@ -50,6 +50,9 @@ def test_points_cover_the_run_once(run: Path) -> None:
         few = reader.points(most=5)
         assert len(few) == 5 and few[0] == points[0] and few[-1] == points[-1]
         assert reader.points(200) == [] and reader.points(1, 3, most=1)[0].first == 1
+        for ask in (reader.points, reader.summaries):
+            with pytest.raises(ValueError, match="most: found 0, need at least 1"):
+                ask(most=0)
 
 
 def test_one_step_and_the_newest(run: Path) -> None:
@@ -127,8 +130,30 @@ def test_reading_is_cheap_and_writes_nothing(run: Path, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_medium_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite then cannot make its index of the journal; the file is read alone, and a note says so."""
+def test_reading_leaves_nothing_beside_a_file_and_sees_who_writes_again(run: Path, tmp_path: Path) -> None:
+    """An empty journal and its index lay beside every finished run that somebody had looked at."""
+    path = tmp_path / "balance.sqlite"
+    shutil.copy(run / "balance.sqlite", path)
+    with RecorderReader(path) as reader:
+        assert reader.steps()[-1] == 134
+        before = reader.version()
+        assert reader.version() == before and [one.name for one in tmp_path.iterdir()] == ["balance.sqlite"]
+        recorder = Recorder(path, layers=LAYERS, experts=EXPERTS, top_k=1, keep=20, depth=10_000)
+        recorder.record(135, window_of(135))
+        assert recorder.flush()
+        assert reader.steps()[-1] == 135 and reader.version() != before
+        recorder.record(136, window_of(136))
+        recorder.close()
+        assert reader.steps()[-1] == 136
+        write(path, range(137, 140))
+        assert reader.steps()[-1] == 139
+
+
+def test_a_medium_that_cannot_be_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite then cannot make its index of a journal; the file is read alone, and a note says so."""
+    shutil.copy(run / "balance.sqlite", tmp_path / "balance.sqlite")
+    (tmp_path / "balance.sqlite-wal").touch()
+    run = tmp_path
     connect, refused = sqlite3.connect, []
 
     def strict(name: str, **more: object) -> sqlite3.Connection:

@@ -76,7 +76,7 @@ class RecorderReader:
         """What could not be read so far, in sentences."""
         self._lock = threading.RLock()
         self._database: sqlite3.Connection | None = None
-        self._identity: tuple[int, int] | None = None
+        self._identity: tuple[int, ...] | None = None
         self._openings = 0
         with self._lock:
             self._current()
@@ -106,7 +106,10 @@ class RecorderReader:
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise RecordError(f"{self.called}: is no regular file")
-        identity = (status.st_dev, status.st_ino)
+        # without a journal nobody writes, and a connection that takes it so does not see when somebody did after all
+        still = not self.path.with_name(f"{self.path.name}-wal").exists()
+        identity: tuple[int, ...] = (status.st_dev, status.st_ino)
+        identity += (status.st_size, status.st_mtime_ns) if still else ()
         if self._database is not None and identity == self._identity:
             return self._database
         self.close()
@@ -115,7 +118,7 @@ class RecorderReader:
             if beside.exists() and not beside.is_file():
                 raise RecordError(f"{self.called}{journal}: is no regular file")
         try:
-            self._database = self._connect(status.st_size)
+            self._database = self._connect(status.st_size, still)
             self.meta: dict[str, Any] = read_meta(self._database, self.called)
         except _FAILURES as error:
             self.close()
@@ -130,17 +133,18 @@ class RecorderReader:
         self._columns = [names.index(name) if name in names else None for name in SUMMARY]
         return self._database
 
-    def _connect(self, size: int) -> sqlite3.Connection:
+    def _connect(self, size: int, still: bool) -> sqlite3.Connection:
         if size == 0:
             raise RecordError(f"{self.called}: is empty")
         uri = self.path.absolute().as_uri() + "?mode=ro"
         try:
-            return _opened(uri)
+            return _opened(
+                uri + "&immutable=1" * still
+            )  # else SQLite leaves an empty journal beside what it only reads
         except sqlite3.OperationalError:
             if os.access(self.path.parent, os.W_OK):
                 raise
-        # On a medium that cannot be written SQLite cannot make its index of the journal; the file alone is whole when
-        # the recorder was closed.
+        # On a medium that cannot be written SQLite cannot make its index of the journal that is there.
         self._note("the folder cannot be written to; steps that are only in the journal are not shown")
         return _opened(uri + "&immutable=1")
 
@@ -207,11 +211,14 @@ class RecorderReader:
 
         Args:
             first, last: steps to cover; a frame that lies partly inside counts.
-            most: thin out evenly to at most so many; first and last stay.
+            most: thin out evenly to at most so many, 1 or more; first and last stay.
 
         Raises:
             RecordError: nothing can be read.
+            ValueError: ``most`` is below 1.
         """
+        if most is not None and most < 1:
+            raise ValueError(f"most: found {most}, need at least 1")
         query = "SELECT tier, first, last, steps FROM frames ORDER BY tier, first LIMIT ?"
         rows = self._rows(query, (_MOST_ROWS,))
         tiers: dict[int, list[Point]] = {}
@@ -228,8 +235,8 @@ class RecorderReader:
                 chosen = [point for point in chosen if point.first > end]
             chosen = older + chosen
         chosen = [one for one in chosen if one.last >= first and (last is None or one.first <= last)]
-        if most is not None and len(chosen) > max(1, most):
-            picks = np.linspace(0, len(chosen) - 1, max(1, most)).round().astype(int)
+        if most is not None and len(chosen) > most:
+            picks = np.linspace(0, len(chosen) - 1, most).round().astype(int)
             chosen = [chosen[i] for i in dict.fromkeys(picks.tolist())]
         return chosen
 

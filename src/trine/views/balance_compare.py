@@ -96,8 +96,8 @@ def compare_note(found: Mapping[str, Any], brief: bool = False) -> str:
         f"{'seed' if seeds == 1 else 'seeds'}: means over seeds; {differs}. Loss: last 20 steps. MaxVio: median "
         f"over steps from the 20th on, of the worst layer; chance gives {floor:.2f}. Steps to balance: until MaxVio "
         "stays within twice that for ten steps; a run that never gets there counts with all its steps. Cosine: between "
-        f"the gradients of the loss and of an auxiliary loss, in the trained model. KB a step: what each rank puts into the "
-        f"all-reduce.{unfinished}"
+        f"the gradients of the loss and of an auxiliary loss, in the trained model. KB a step: what each rank puts "
+        f"into the all-reduce.{unfinished}"
     )
 
 
