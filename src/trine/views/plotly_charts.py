@@ -122,7 +122,7 @@ def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, st
     if not mark.text:
         return
     words = {"text": html.escape(mark.text), "showarrow": False, "font": {"size": 11, "color": line["color"]}}
-    words["bgcolor"] = _faint(ground, 0.7)  # it may lie over a bar
+    words["bgcolor"] = _faint(ground, 0.88)  # it may lie over a bar
     at = math.log10(at) if on.log else at  # plotly.js takes a shape's place as a value, and a word's as its logarithm
     if axis == "x":
         place = {"x": at, "y": 1, "yref": "paper", "xanchor": "left", "yanchor": "top"}
