@@ -16,7 +16,7 @@ CROWDED = 2.0  # times an expert's due in the one bin that holds its quantile
 OFF = 0.5  # of the mean load that such an expert is off by
 EXPERTS = 0.02  # share of them that is worth a word
 DUE = 36.0  # tokens an expert; with fewer, OFF may be chance: it is three standard deviations here
-EVERY = 4  # steps between looks at the histograms
+EVERY, EARLY, LATER = 4, 64, 32  # steps between looks at the histograms; until this step; and afterwards
 LOOKS = 2  # in a row
 
 
@@ -42,7 +42,8 @@ class LayerWarnings:
         if stats.score_domain == "sigmoid":
             share_L = window.saturated_L.double() / (window.tokens_L * window.loads_LE.shape[1]).clamp(min=1)
         crowded_L = torch.full_like(share_L, -1.0)  # not looked at
-        if stats.estimator == "report" and self._steps % EVERY == 0 and k < stats.experts:
+        every = EVERY if self._steps <= EARLY else LATER
+        if stats.estimator == "report" and self._steps % every == 0 and k < stats.experts:
             crowded_L = crowded_share(stats, k)
         figures_FL = torch.stack((share_L, crowded_L))
         if figures_FL.device.type != "cuda":
