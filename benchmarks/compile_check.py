@@ -135,10 +135,18 @@ def backward_entries() -> dict[str, Entry]:
         for index, carried in ((None, False), (torch.int32, True)):
             name = f"H{heads} K{key} V{value} {str(dtype)[6:]}" + (" packed carried" if carried else "")
             flags = (True, True, True, True, carried, carried, False)
-            form = triton_backward._Form((dtype,) * 7, index, key, value, *flags, segment, dtype != fp32, True)
-            for kind, variant in zip(kernels, triton_backward.variants(config, form), strict=True):
-                if segment or kind not in ("segments", "join"):
-                    found[f"backward {kind} {name}"] = (kernels[kind], variant, hot)
+            # A segmented forward pass under autograd leaves its cuts; the rest is what a backward called alone needs.
+            for kept in (True, False) if segment else (False,):
+                form = triton_backward._Form(
+                    (dtype,) * 7, index, key, value, *flags, segment, dtype != fp32, kept, True
+                )
+                for kind, variant in zip(kernels, triton_backward.variants(config, form), strict=True):
+                    if kind in ("segments", "join"):
+                        if segment:
+                            label = f"{name} kept" if kept else name
+                            found[f"backward {kind} {label}"] = (kernels[kind], variant, hot)
+                    elif not kept:
+                        found[f"backward {kind} {name}"] = (kernels[kind], variant, hot)
             chosen = triton_backward.factor_config(heads, key, value, dtype, dtype, True, True)
             single = triton_prepare._single_warp() if chosen.single_warp and align == 8 else None
             make = triton_prepare.prepare_variant if single is None else triton_prepare.single_warp_variant

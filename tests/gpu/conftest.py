@@ -44,8 +44,8 @@ def _variants() -> list[tuple[Any, Any]]:
                 o.get("lower_bound", -5.0), o.get("qk_norm", True), o.get("beta_is_logit", True), 1.0, None,
                 o.get("plan", "auto"), "save" in o, True,
             )  # fmt: skip
-            out, final, factors = forward_keeping(*tensors, cu, settings)
-            backward_from(*tensors, cu, out, out, final, factors, settings)
+            out, final, kept = forward_keeping(*tensors, cu, settings)
+            backward_from(*tensors, cu, out, out, final, kept, settings)
     finally:
         Kernel.launch = plain  # type: ignore[method-assign]
     return list(found.values())

@@ -15,9 +15,11 @@ if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from trine.ops.kda.reference import kda_reference  # noqa: E402
-from trine.ops.kda.triton_backward import choose_backward, kda_backward  # noqa: E402
+from trine.ops.kda.triton_backward import JOIN, MEMORY, SEGMENTS, choose_backward, kda_backward  # noqa: E402
+from trine.ops.kda.triton_backward_autograd import Settings, forward_keeping  # noqa: E402
 from trine.ops.kda.triton_entry import kda_triton  # noqa: E402
-from trine.ops.kda.triton_launch import repair_interpreter  # noqa: E402
+from trine.ops.kda.triton_launch import Kernel, repair_interpreter  # noqa: E402
+from trine.ops.kda.triton_problem import NOTHING  # noqa: E402
 
 repair_interpreter()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
@@ -147,13 +149,30 @@ def test_bf16_inputs_lose_no_more_than_their_rounding(regime: str) -> None:
 
 
 def test_states_are_walked_more_finely_than_gradients() -> None:
-    """With K- and values in fp16 and A in two parts, nearly parallel keys lose half as much in the gates' sums."""
-    torch.manual_seed(0)
-    data = draw(256, heads=2, regime="parallel", dtype=torch.bfloat16)
-    out, expected = expected_gradients(data)
-    coarse, fine = (errors_of(run(data, out, fine=x), expected) for x in (False, True))
+    """With K- and values in fp16 and A in two parts, nearly parallel keys lose half as much in the gates' sums.
+
+    And a fifth less in dv, which A in two parts alone does. A_log is one number a head, hence two draws.
+    """
+    squares: dict[tuple[bool, str], float] = {}
+    for seed in (0, 2):
+        torch.manual_seed(seed)
+        data = draw(256, heads=2, regime="parallel", dtype=torch.bfloat16)
+        out, expected = expected_gradients(data)
+        for fine in (False, True):
+            for name, e in errors_of(run(data, out, fine=fine), expected).items():
+                squares[fine, name] = squares.get((fine, name), 0.0) + e * e / 2
+    coarse, fine = ({name: e**0.5 for (kind, name), e in squares.items() if kind == x} for x in (False, True))
     assert fine["A_log"] <= 0.5 * coarse["A_log"] and fine["dt_bias"] <= 0.75 * coarse["dt_bias"]
-    assert fine["A_log"] <= 4e-3 and coarse["A_log"] <= 1.2e-2
+    assert fine["A_log"] <= 4e-3 and fine["v"] <= 0.85 * coarse["v"]
+
+
+def test_what_a_last_token_writes_leaves_no_rounding_in_the_gates() -> None:
+    """At saturated gates it is e^5 times what the sums over a chunk are about; in 16 bits it cost 8.9e-3 here."""
+    torch.manual_seed(2)
+    data = draw(192, heads=2, regime="saturated", dtype=torch.bfloat16)
+    out, expected = expected_gradients(data)
+    errors = errors_of(run(data, out), expected)
+    assert max(errors[name] for name in ("gate", "A_log", "dt_bias")) <= 4.5e-3, errors
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33])
@@ -274,6 +293,43 @@ def test_segments_give_the_same_gradients(segment: int) -> None:
 def test_segments_of_keys_too_wide_for_one_map() -> None:
     cu = torch.tensor([0, 99, 100], dtype=torch.int32)
     check(draw(100, heads=1, key=256, value=32, sequences=2, regime="slow"), segment=32, cu_seqlens=cu)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [
+        ((), {"tokens": 100, "batch": 2, "value": 44}),  # four segments; value rows that only the padding has
+        ((0, 33, 1, 70, 0), {"tokens": 104, "sequences": 5}),
+        ((99, 1), {"tokens": 100, "heads": 1, "key": 256, "value": 32, "sequences": 2}),  # maps in pieces
+    ],
+)
+def test_cuts_of_the_forward_pass_serve_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], sizes: dict[str, int]
+) -> None:
+    """With states and maps of the forward's segments the same gradients, from a third of the programs."""
+    plain_launch = Kernel.launch
+    monkeypatch.setattr(MEMORY, "_kept", {})  # no replays, which would not come by
+    data = draw(**sizes, regime="slow")  # type: ignore[arg-type]
+    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int() if lengths else None
+    settings = Settings(-5.0, True, True, 1.0, None, "segmented:32", False, True)
+    out, _, kept = forward_keeping(*(data[name] for name in NAMES), cu, settings)
+    assert kept.cuts is not None and kept.factors is None
+    expected_out, expected = expected_gradients(data, **({} if cu is None else {"cu_seqlens": cu}))
+    assert (out.double() - expected_out).norm() <= 2e-5 * expected_out.norm()
+    grids: dict[bool, list[int]] = {False: [], True: []}
+    for served in (False, True):
+
+        def launch(kernel: Kernel, grid: int, *rest: Any, grids: list[int] = grids[served]) -> None:
+            if kernel in (SEGMENTS, JOIN):
+                grids.append(grid)
+            plain_launch(kernel, grid, *rest)
+
+        monkeypatch.setattr(Kernel, "launch", launch)
+        found = run(data, out, cu_seqlens=cu, segment=32, kept=kept if served else NOTHING)
+        for name, e in errors_of(found, expected).items():
+            assert e <= (1e-4 if name == "A_log" else 2e-5), (served, name, e)
+    segments, join = grids[True]
+    assert grids[False][1] == 2 * join and grids[False][0] > 2 * segments
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -400,7 +400,7 @@ def test_unknown_plans_are_named(plan: str) -> None:
 
 def test_the_plan_is_a_function_of_heads_and_sizes_only() -> None:
     lengths = {h: choose(h, 128, 128, torch.bfloat16, torch.bfloat16, True, "auto").segment for h in (8, 16, 32, 96)}
-    assert lengths == {8: 4096, 16: 1024, 32: 2048, 96: 0}
+    assert lengths == {8: 5056, 16: 1184, 32: 2048, 96: 0}
     assert choose(8, 128, 128, torch.bfloat16, torch.bfloat16, True, "serial").segment == 0
 
 

@@ -49,8 +49,8 @@ def test_the_table_decides() -> None:
     config = choose(96, 128, 128, torch.bfloat16, torch.bfloat16, True, "auto")
     assert (config.value_block, config.scan.num_warps, config.scan.num_stages) == FORWARD["16-bit", 128][:3]
     assert choose(96, 200, 20, torch.float32, torch.float32, True, "auto").value_block == FORWARD["fp32", 256][0]
-    assert [segment_length(h, 128, 128) for h in (1, 2, 3, 5, 8, 9, 16, 17, 40, 41, 96)] == [
-        2048, 2048, 1024, 4096, 4096, 1024, 1024, 2048, 2048, 0, 0,
+    assert [segment_length(h, 128, 128) for h in (1, 2, 3, 5, 8, 9, 16, 17, 21, 25, 40, 41, 96)] == [
+        2048, 2048, 1024, 5056, 5056, 1184, 1184, 1376, 1664, 2048, 2048, 0, 0,
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from trine.ops.kda.triton_backward_scan import join_kernel, scan_kernel, segment
 from trine.ops.kda.triton_config import CHUNK, LOG2E, Config, anchor, choose, segment_length
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Options, Variant, type_name
 from trine.ops.kda.triton_prepare import make_problem, prepare
-from trine.ops.kda.triton_problem import Factors, even_rows
+from trine.ops.kda.triton_problem import NOTHING, Cuts, Factors, Kept, cuts_of, even_rows, new_cuts
 from trine.ops.kda.triton_replay import Memory, new
 
 SCAN = Kernel(scan_kernel)
@@ -83,15 +83,15 @@ def _padded(size: int) -> int:
 def choose_backward(dtype: torch.dtype, K: int, V: int, heads: int = 0) -> BackwardConfig:
     """The committed launch parameters on Hopper for inputs of ``dtype``, head sizes K, V up to 256, and value heads.
 
-    From 64 heads on there are programs enough for the scans to walk all 128 value columns in one: 1.03 ms against 1.08
-    at 96 heads, but 0.45 against 0.44 at 32.
+    From 32 heads on there are programs enough for the scans to walk all 128 value columns in one: 1.03 ms against 1.08
+    at 96 heads; the backward pass of 32 takes 1.263 against 1.273.
     """
     key, value = _padded(K), _padded(V)
     if dtype == torch.float32:
         blocks = (min(32, value), min(64, key), 32, 32)
         slow = Options(num_warps=4)
         return BackwardConfig(torch.float32, key, value, *blocks, slow, slow, slow)
-    wide = heads >= 64 and key <= 128 and value == 128
+    wide = heads >= 32 and key <= 128 and value == 128
     columns = 128 if wide else 64 if key <= 128 else 32
     return BackwardConfig(
         torch.bfloat16,
@@ -102,7 +102,7 @@ def choose_backward(dtype: torch.dtype, K: int, V: int, heads: int = 0) -> Backw
         gradient_values=min(64, value),
         pair_values=32,
         scan=Options(num_warps=8 if wide else 4, num_stages=3 if key <= 128 else 2),
-        pairs=Options(num_warps=1, num_stages=3),
+        pairs=Options(num_warps=1, num_stages=4),
         gradient=Options(num_warps=4, num_stages=3),
     )
 
@@ -136,6 +136,7 @@ class _Form:
     grouped: bool
     segment: int  # tokens of a segment of the scans, 0: whole sequences
     fine: bool  # the factors have their second parts
+    kept: bool  # the forward pass left its cuts
     fast: bool
 
 
@@ -161,18 +162,18 @@ def variants(config: BackwardConfig, form: _Form) -> Variants:
     widths = (form.K, form.V, key, value, config.scan_block, form.segment, operand, form.initial, form.final, packed)
     walk = (v, d_output, x, x, x, x, x, "*fp16" if form.fine else x, x, f, f, f, index, f, f)
     scan = Variant((*walk, x, x, x, x, f, *["i32"] * 3, "fp32"), (*widths, form.fine), config.scan)
-    segments = Variant((*walk, f, *["i32"] * 3, "fp32"), (*widths, form.fine), config.scan)
+    segments = Variant((*walk, f, *["i32"] * 3, "fp32"), (*widths, form.fine, form.kept), config.scan)
     precision = "tf32x3" if config.operand == torch.float32 else "tf32"
     join = Variant(
         (index, f, f, f, *["i32"] * 2),
-        (key, value, min(128, key), 16, form.segment, packed, precision),
+        (form.V, key, value, min(128, key), 16, form.segment, packed, precision, form.kept),
         Options(num_warps=4, num_stages=2),
     )
     pairs = Variant(
-        (q, k, v, beta, d_output, output, index, x, x, x, v, x, x, f, *["i32"] * 6, *["fp32"] * 2),
+        (q, k, v, beta, d_output, output, index, x, x, x, x, v, x, x, f, *["i32"] * 6, *["fp32"] * 2),
         (
             *(form.K, form.V, key, value, min(config.pair_values, value), operand),
-            *(form.norm, form.logit, packed, form.fast),
+            *(form.norm, form.logit, packed, form.fine, form.fast),
         ),
         config.pairs,
     )
@@ -217,7 +218,7 @@ def kda_backward(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     segment: int | None = None,
-    factors: Factors | None = None,
+    kept: Kept = NOTHING,
     fine: bool = True,
     config: BackwardConfig | None = None,
 ) -> Gradients:
@@ -237,7 +238,8 @@ def kda_backward(
             only; gradients of tokens that it leaves out are zero.
         segment: tokens of a segment of the scans, a multiple of 32, 0 for whole sequences; None chooses by heads and
             head sizes, never by T or data.
-        factors: what ``prepare`` made of the same inputs with bf16 factors (fp32 for fp32), to save making it again.
+        kept: what the forward pass kept: what ``prepare`` made of the same inputs with bf16 factors (fp32 for fp32), to
+            save making it again; states and transitions at the cuts of the same segments, to save walking to them.
         fine: walk the states with K- and corrected values in fp16 and A in two parts where 16-bit factors are made here
             and keys are unit vectors, as the forward does. It asks values v to be between about 1e-4 and 1e4.
 
@@ -257,13 +259,27 @@ def kda_backward(
             *(q, k, v, gate, beta, output, d_output, d_final_state),
             A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm, beta_is_logit=beta_is_logit,
             beta_max=beta_max, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, segment=segment,
-            factors=factors, fine=fine, config=config, error=error,
+            kept=kept, fine=fine, config=config, error=error,
         )  # fmt: skip
 
-    made = (None,) * 4 if factors is None else (factors.wqk, factors.p, factors.a, factors.decay)
     found, replayed = MEMORY.call(
         (lower_bound, qk_norm, beta_is_logit, beta_max, scale, segment, fine, config),
-        (q, k, v, gate, beta, output, d_output, d_final_state, A_log, dt_bias, initial_state, cu_seqlens, error, *made),
+        (
+            q,
+            k,
+            v,
+            gate,
+            beta,
+            output,
+            d_output,
+            d_final_state,
+            A_log,
+            dt_bias,
+            initial_state,
+            cu_seqlens,
+            error,
+            *kept.tensors(),
+        ),
         plain,
         tuple,
     )
@@ -277,6 +293,7 @@ def _walk(
     state: Tensor | None,
     d_final: Tensor | None,
     cu: Tensor | None,
+    cuts: Cuts | None,
     slots: int,
     segment: int,
     scale: float,
@@ -284,7 +301,7 @@ def _walk(
     forms: Variants,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """States before each chunk, their gradients after it, values and their gradients, gradient of the initial state."""
-    (B, T, HV), device = v.shape[:3], v.device
+    (B, T, HV, V), device = v.shape, v.device
     N = B if cu is None else cu.numel() - 1
     KP, VP = config.key_width, config.value_width
     k_minus, k_fine = factors.keys()
@@ -292,20 +309,23 @@ def _walk(
     states, d_states = (new((slots, HV, VP, KP), config.operand, device) for _ in range(2))
     values, d_values = (new((slots, HV, VP, CHUNK), config.operand, device) for _ in range(2))
     d_state = None if state is None else new(state.shape, state.dtype, device)
-    places, leaving, d_leaving = N, None, None
+    places, leaving, maps, d_leaving = N, None, None, None
     matrices = (factors.wqk[0], factors.wqk[1], k_minus, factors.a, factors.p, *fine, factors.decay)
     data = (v, d_output, *matrices, state, d_final, cu)
     if segment:
         places = B * -(-T // segment) if cu is None else T // segment + N
-        leaving, d_leaving = (new((places, HV, VP, KP), torch.float32, device) for _ in range(2))
-        maps = new((places, HV, KP, KP), torch.float32, device)
+        d_leaving = new((places, HV, VP, KP), torch.float32, device)
+        made = new_cuts(cuts_of(T, N, segment, cu is not None), HV, V, KP, device) if cuts is None else cuts
+        leaving, maps = made.states, made.maps
+        onward = VP + KP if cuts is None else 0
         SEGMENTS.launch(
-            places * HV * ((2 * VP + KP) // config.scan_block),
+            places * HV * ((onward + VP) // config.scan_block),
             (*data, leaving, d_leaving, maps, T, N, HV, scale),
             forms.segments,
             device,
         )
-        JOIN.launch(2 * N * HV * (VP // 16), (cu, leaving, d_leaving, maps, T, HV), forms.join, device)
+        directions = 2 if cuts is None else 1
+        JOIN.launch(directions * N * HV * (VP // 16), (cu, leaving, d_leaving, maps, T, HV), forms.join, device)
     SCAN.launch(
         2 * places * HV * (VP // config.scan_block),
         (*data, leaving, d_leaving, states, d_states, values, d_values, d_state, T, N, HV, scale),
@@ -335,7 +355,7 @@ def _plain_backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     segment: int | None,
-    factors: Factors | None,
+    kept: Kept,
     fine: bool,
     config: BackwardConfig | None,
     error: Tensor | None,
@@ -364,6 +384,7 @@ def _plain_backward(
     if not beta_is_logit:
         # A strength of 0 becomes 2^-24, which does not show beside 1, so that its gradient may divide by it.
         beta = torch.where(beta.abs() < 2.0**-24, 2.0**-24, beta)
+    factors, cuts = kept.factors, kept.cuts if segment else None
     if factors is None:
         problem = make_problem(
             *(q, k, v, gate, beta),
@@ -375,12 +396,12 @@ def _plain_backward(
     form = _Form(
         (q.dtype, k.dtype, v.dtype, gate.dtype, beta.dtype, output.dtype, d_output.dtype),
         None if cu is None else cu.dtype, K, V, qk_norm, beta_is_logit, rate is not None, bias is not None,
-        state is not None, d_final is not None, HV != H, segment, factors.fine, not SCAN.interpreted,
+        state is not None, d_final is not None, HV != H, segment, factors.fine, cuts is not None, not SCAN.interpreted,
     )  # fmt: skip
     forms = variants(config, form)
     a = factors.a
     states, d_states, values, d_values, d_state = _walk(
-        factors, v, d_output, state, d_final, cu, slots, segment, scale, config, forms
+        factors, v, d_output, state, d_final, cu, cuts, slots, segment, scale, config, forms
     )
     del factors  # the allocator gives their memory, but for a's, to the gradients
     shift = anchor(lower_bound)
@@ -390,7 +411,8 @@ def _plain_backward(
     PAIRS.launch(
         slots * HV,
         (
-            *(q, k, v, beta, d_output, output, cu, a, values, d_values, dv, dp, dm, rows),
+            *(q, k, v, beta, d_output, output, cu, a[0], a[1] if form.fine else None),
+            *(values, d_values, dv, dp, dm, rows),
             *(T, N, HV, HV // H, VP // min(config.pair_values, VP), top, scale, beta_max),
         ),
         forms.pairs,

@@ -9,10 +9,11 @@ import triton.language as tl
 from trine.ops.kda.triton_backward_common import (
     CHUNK,
     exp2,
+    fetch_ahead,
     locate,
     logistic,
     logistic_and_slope,
-    product,
+    rounded_product,
     token_sum,
     turn,
 )
@@ -115,6 +116,14 @@ def gradient_kernel(
                 tl.store(rate_parts + pid, 0.0)
             return
 
+    # The pairs and the chunk's sums are read after the loop over values, where nothing else hides their latency.
+    square_at = at * (CHUNK * CHUNK)
+    square_bytes: tl.constexpr = CHUNK * CHUNK * dp_in.dtype.element_ty.primitive_bitwidth // 8
+    fetch_ahead(dp_in + square_at, square_bytes, FAST)
+    fetch_ahead(dm_in + square_at, square_bytes, FAST)
+    fetch_ahead(rows_in + at * (7 * CHUNK), 512, FAST)
+    fetch_ahead(rows_in + at * (7 * CHUNK) + 3 * CHUNK, 512, FAST)
+
     # A missing token's gate is so low that its sigmoid is exactly 0, which nothing has to select again.
     x_raw = tl.load(gate + row_at, mask=there, other=LOWEST)
     q_raw = tl.load(q + key_at, mask=there, other=0.0)
@@ -139,10 +148,11 @@ def gradient_kernel(
         o_tile = tl.load(d_out + inner * BV + value_at, mask=seen, other=0.0).to(DT)
         u = tl.load(dv + inner * BV + value_at, mask=seen, other=0.0).to(DT)
         new = tl.load(values + inner * (BV * CHUNK) + new_at)
-        out_q = product(state, tl.trans(o_tile), out_q, DT)
-        out_k = product(state, tl.trans(u), out_k, DT)
-        out_w = product(tl.trans(d_state), new, out_w, DT)
-        carried = product(state, d_state, carried, DT)  # only its diagonal is wanted, which is no dearer than a loop
+        out_q = rounded_product(state, tl.trans(o_tile), out_q, DT)
+        out_k = rounded_product(state, tl.trans(u), out_k, DT)
+        out_w = rounded_product(tl.trans(d_state), new, out_w, DT)
+        # Only the diagonal is wanted, which is no dearer than a loop.
+        carried = rounded_product(state, d_state, carried, DT)
 
     # The channel sums S.dS pass through memory: a loaded vector takes whatever layout its readers have.
     keep = scratch + pid.to(tl.int64) * BK
@@ -184,14 +194,14 @@ def gradient_kernel(
     lift = rise * anchor_down
     down = tl.load(row + 4 * CHUNK)
     own = tl.load(row + i)
-    square = at * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
+    square = square_at + i[:, None] * CHUNK + i[None, :]
     dp = tl.load(dp_in + square)
     dm = tl.load(dm_in + square)
 
     out_q *= lift
     out_k *= lift
 
-    inside = product(k_write, tl.trans(dp), zero, DT)
+    inside = rounded_product(k_write, tl.trans(dp), zero, DT)
     pairs = q_read.to(tl.float32) * inside
     grad_g = q_tile * out_q
     grad_q = inside * rise * down + out_q + own[None, :] * k_tile
@@ -202,7 +212,7 @@ def gradient_kernel(
         grad_q *= scale
     tl.store(dq + row_at, tl.trans(grad_q), mask=there)
 
-    inside = product(k_write, tl.trans(dm), zero, DT)
+    inside = rounded_product(k_write, tl.trans(dm), zero, DT)
     pairs += k_read.to(tl.float32) * inside
     grad_g -= k_tile * out_k
     grad_k = inside * rise * down - out_k
@@ -211,13 +221,12 @@ def gradient_kernel(
         share += tl.load(row + 3 * CHUNK + i)
     tl.store(beta_parts + pid.to(tl.int64) * CHUNK + i, share)
 
-    inside = product(k_read, dm, product(q_read, dp, zero, DT), DT)
+    inside = rounded_product(k_read, dm, rounded_product(q_read, dp, zero, DT), DT)
     out_w *= fall * (exp2(total + anchor, FAST) * scale)[:, None]  # dS comes in units of the scale
-    written = k_tile * out_w
-    if tl.float32 == DT:
-        grad_g += (pairs - k_write.to(tl.float32) * inside) * down
-    else:
-        grad_g = (pairs - k_write.to(tl.float32) * inside) * down + (grad_g - written)
+    # No token comes after the chunk's last one, so what it writes counts for no decay here: it would be added and taken
+    # away. Left out it also leaves no rounding behind: where gates are saturated it is e^5 times the difference.
+    written = k_tile * out_w * tl.where(i < rows - 1, 1.0, 0.0)[None, :]
+    grad_g = (pairs - k_write.to(tl.float32) * inside) * down + (grad_g - written)
     own = tl.load(row + i)  # read again, like rk below, rather than kept in registers
     grad_k += inside * fall * down + out_w + own[None, :] * q_tile
     if QK_NORM:
@@ -226,15 +235,11 @@ def gradient_kernel(
         grad_k = rk[None, :] * (grad_k - k_tile * k_sum[None, :])
     tl.store(dk + row_at, tl.trans(grad_k), mask=there)
 
-    last = tl.load(keep + r) * (exp2(total, FAST) * scale)
+    last = tl.load(keep + r) * (exp2(total, FAST) * scale) + tl.sum(written, 1)
+    grad_g = token_sum(grad_g, lower, zero + last[:, None], DT)
     if tl.float32 == DT:
-        # What is written before a token, and not all minus what is written from it on: where gates are saturated the
-        # last writes are e^5 times the difference, and the matrix unit cuts sums off instead of rounding them.
-        grad_g = token_sum(written, i[:, None] < i[None, :], token_sum(grad_g, lower, zero + last[:, None], DT), DT)
         grad_x = grad_g * (slope * (lower_bound * rate))
     else:
-        last += tl.sum(written, 1)
-        grad_g = token_sum(grad_g, lower, zero + last[:, None], DT)
         grad_x = grad_g * ((s - s * s) * (lower_bound * rate))
     tl.store(dgate + row_at, tl.trans(grad_x), mask=there)
     if HAS_BIAS:

@@ -19,6 +19,7 @@ def pair_kernel(
     out,
     cu_seqlens,
     a_in,
+    a_rest,
     values,
     d_values,
     dv,
@@ -42,6 +43,7 @@ def pair_kernel(
     QK_NORM: tl.constexpr,
     BETA_LOGIT: tl.constexpr,
     PACKED: tl.constexpr,
+    FINE: tl.constexpr,
     FAST: tl.constexpr,
 ):
     """dP = tril(dO Vn^T) and dM = -tril(U Vn^T), strictly lower, ``[slot, head, 32, 32]``, and sums of a chunk's rows.
@@ -49,7 +51,8 @@ def pair_kernel(
     Both are scaled towards 2^top by one exact power of two: beside factors of 2^-115 a gradient of 1e-6 would vanish.
     ``rows_out`` is ``[slot, head, 7, 32]`` fp32: the diagonal of dO Vn^T, q.dq = output.dO, k.dk = 2 U.Vn / beta - U.v,
     U.v, the power that undoes the scaling, and what makes q and k unit vectors, q's times the output's scale. U, which
-    is dv, is A diag(beta) transposed applied to the gradient of Vn. One program a (slot, head).
+    is dv, is A diag(beta) transposed applied to the gradient of Vn; FINE adds what rounding left of A, ``a_rest``. One
+    program a (slot, head).
     """
     unit = tl.program_id(0)
     head = unit % heads
@@ -69,6 +72,8 @@ def pair_kernel(
     diagonal = i[:, None] == i[None, :]
     square = at * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :]
     turned = tl.trans(tl.load(a_in + square))
+    if FINE:
+        turned_rest = tl.trans(tl.load(a_rest + square))
     dp = tl.zeros([CHUNK, CHUNK], tl.float32)
     dm = tl.zeros([CHUNK, CHUNK], tl.float32)
     read = tl.zeros([CHUNK], tl.float32)
@@ -85,7 +90,10 @@ def pair_kernel(
         new = tl.load(values + value_at + block * (BV * CHUNK))
         v_tile = tl.load(v + shift + row_at, mask=there, other=0.0).to(tl.float32)
         output = tl.load(out + shift + row_at, mask=there, other=0.0).to(tl.float32)
-        u = product(turned, tl.trans(d_new), tl.zeros([CHUNK, BV], tl.float32), DT) * scale
+        u = product(turned, tl.trans(d_new), tl.zeros([CHUNK, BV], tl.float32), DT)
+        if FINE:
+            u = product(turned_rest, tl.trans(d_new), u, DT)
+        u *= scale
         tl.store(dv + shift + row_at, u, mask=there)
         read += tl.sum(o_tile.to(tl.float32) * output, 1)
         u_v += tl.sum(u * v_tile, 1)

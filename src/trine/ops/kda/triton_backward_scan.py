@@ -13,7 +13,8 @@ and A in two bf16 parts, as the states must be those of the forward pass (the RE
 backwards everything stays in bf16, for gradients may be of any size. Segmented (K3 report, arXiv 2607.24653, Eq. 17): a
 segment maps the state by ``S_out = M S_in + b`` and its gradient by ``dS_in = M^T dS_out + c``. One launch walks every
 segment from zero in both directions and once from the identity, for b, c and M; a second joins them; the third is the
-walk proper, from every segment's true states at once.
+walk proper, from every segment's true states at once. A forward pass that kept its cuts (``Cuts``) leaves of the first
+two only c and the way back.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def scan_kernel(
     Also the corrected values Vn and their gradients, transposed ``[slot, head, VP, 32]``. ``k_fine`` and ``a_rest`` are
     K- for the walk forward and what rounding left of A, or K- and nothing. Programs: (place, head, value
     block, direction), direction slowest; a place is a sequence, or a segment of one if SEGMENT > 0, which starts from
-    what ``join_kernel`` left in ``leaving`` and ``d_leaving`` ``[place, head, VP, KP]``.
+    the state at the cut before it, in ``leaving`` ``[cut, head, V, KP]``, and ``d_leaving`` ``[place, head, VP, KP]``.
     """
     pid = tl.program_id(0)
     blocks: tl.constexpr = VP // BV
@@ -218,8 +219,9 @@ def scan_kernel(
     if not reverse:
         state = tl.zeros([BV, KP], tl.float32)
         if SEGMENT > 0:
-            before = heads * (VP * KP)
-            state = tl.load(leaving + inner_at - before, mask=(number > 0) & (e >= 0)[:, None], other=0.0)
+            cut = ((place - n - 1).to(tl.int64) * heads + head) * (V * KP)
+            inside = (number > 0) & real[:, None]
+            state = tl.load(leaving + cut + e[:, None] * KP + key[None, :], mask=inside, other=0.0)
         if HAS_INITIAL:
             mask = outer_there & (number == 0) if SEGMENT > 0 else outer_there
             state += tl.load(initial + outer_at, mask=mask, other=0.0).to(tl.float32)
@@ -277,16 +279,18 @@ def segment_kernel(
     HAS_FINAL: tl.constexpr,
     PACKED: tl.constexpr,
     FINE: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
-    """b and c ``[place, head, VP, KP]`` and the transposed map M^T ``[place, head, KP, KP]`` of every segment, fp32.
+    """b and the transposed map M^T of every segment at the cut behind it, c at its place ``[place, head, VP, KP]``.
 
     The first segment's b starts from the true initial state and the last one's c from the true final gradient, so
-    neither needs a map. Programs: (place, head, block): VP / BV blocks of b, KP / BV of the map, VP / BV of c.
+    neither needs a map. Programs: (place, head, block): VP / BV blocks of b, KP / BV of the map, VP / BV of c; KEPT
+    ones, whose forward pass left states and maps, only have those of c.
     """
     pid = tl.program_id(0)
     value_blocks: tl.constexpr = VP // BV
-    map_blocks: tl.constexpr = KP // BV
-    blocks: tl.constexpr = 2 * value_blocks + map_blocks
+    onward_blocks: tl.constexpr = 0 if KEPT else value_blocks + KP // BV
+    blocks: tl.constexpr = onward_blocks + value_blocks
     block = pid % blocks
     head = (pid // blocks) % heads
     place = pid // (blocks * heads)
@@ -294,10 +298,11 @@ def segment_kernel(
     if (n == sequences) | (length <= 0):
         return
     slot, _, end = span(cu_seqlens, n, tokens, CHUNK, PACKED)
-    is_map = (block >= value_blocks) & (block < value_blocks + map_blocks)
+    onward = block < onward_blocks
+    is_map = onward & (block >= value_blocks)
     is_last = first + length >= end
     # The last segment's state is nobody's start, nor is the first one's gradient.
-    if (is_last & (block < value_blocks + map_blocks)) | ((number == 0) & (block >= value_blocks)):
+    if (is_last & onward) | ((number == 0) & (is_map | (block >= onward_blocks))):
         return
     chunk = (slot + number * (SEGMENT // CHUNK)).to(tl.int64) * heads + head
     stride = chunk * 0 + heads
@@ -305,32 +310,34 @@ def segment_kernel(
     key = tl.arange(0, KP)
     one = place.to(tl.int64) * heads + head
     outer = (n.to(tl.int64) * heads + head) * (K * V)
-    if block < value_blocks + map_blocks:
-        e = tl.where(is_map, block - value_blocks, block) * BV + tl.arange(0, BV)
-        state = tl.where(is_map & (e[:, None] == key[None, :]), 1.0, 0.0)
-        real = (e < V) & (is_map == 0)
-        if HAS_INITIAL:
-            there = (number == 0) & (key < K)[None, :] & real[:, None]
-            state += tl.load(initial + outer + key[None, :] * V + e[:, None], mask=there, other=0.0)
-        state = walk_forward(
-            state, v, w_in, k_fine, a_in, a_rest, decay_in, v, v,
-            chunk, stride, row, heads, length, e, real, V, KP, VP, BV, DT, FINE, False,
-        )  # fmt: skip
-        target = leaving + one * (VP * KP)
-        if is_map:
-            target = maps + one * (KP * KP)
-        tl.store(target + e[:, None] * KP + key[None, :], state)
-    else:
-        e = (block - value_blocks - map_blocks) * BV + tl.arange(0, BV)
-        grad = tl.zeros([BV, KP], tl.float32)
-        if HAS_FINAL:
-            there = is_last & (key < K)[None, :] & (e < V)[:, None]
-            grad = tl.load(d_final + outer + key[None, :] * V + e[:, None], mask=there, other=0.0) / scale
-        grad = walk_back(
-            grad, d_out, w_in, q_in, k_in, p_in, decay_in, v, v,
-            chunk, stride, row, heads, length, e, e < V, V, KP, VP, BV, DT, FINE, False,
-        )  # fmt: skip
-        tl.store(d_leaving + one * (VP * KP) + e[:, None] * KP + key[None, :], grad)
+    if not KEPT:  # noqa: SIM102  (a compile-time condition around a run-time one)
+        if onward:
+            e = tl.where(is_map, block - value_blocks, block) * BV + tl.arange(0, BV)
+            state = tl.where(is_map & (e[:, None] == key[None, :]), 1.0, 0.0)
+            real = (e < V) & (is_map == 0)
+            if HAS_INITIAL:
+                there = (number == 0) & (key < K)[None, :] & real[:, None]
+                state += tl.load(initial + outer + key[None, :] * V + e[:, None], mask=there, other=0.0)
+            state = walk_forward(
+                state, v, w_in, k_fine, a_in, a_rest, decay_in, v, v,
+                chunk, stride, row, heads, length, e, real, V, KP, VP, BV, DT, FINE, False,
+            )  # fmt: skip
+            cut = one - n.to(tl.int64) * heads
+            target = leaving + cut * (V * KP)
+            if is_map:
+                target = maps + cut * (KP * KP)
+            tl.store(target + e[:, None] * KP + key[None, :], state, mask=(real | is_map)[:, None])
+            return
+    e = (block - onward_blocks) * BV + tl.arange(0, BV)
+    grad = tl.zeros([BV, KP], tl.float32)
+    if HAS_FINAL:
+        there = is_last & (key < K)[None, :] & (e < V)[:, None]
+        grad = tl.load(d_final + outer + key[None, :] * V + e[:, None], mask=there, other=0.0) / scale
+    grad = walk_back(
+        grad, d_out, w_in, q_in, k_in, p_in, decay_in, v, v,
+        chunk, stride, row, heads, length, e, e < V, V, KP, VP, BV, DT, FINE, False,
+    )  # fmt: skip
+    tl.store(d_leaving + one * (VP * KP) + e[:, None] * KP + key[None, :], grad)
 
 
 @triton.jit
@@ -341,6 +348,7 @@ def join_kernel(
     maps,
     tokens,
     heads,
+    V: tl.constexpr,
     KP: tl.constexpr,
     VP: tl.constexpr,
     PART: tl.constexpr,
@@ -348,17 +356,21 @@ def join_kernel(
     SEGMENT: tl.constexpr,
     PACKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
     """Join a sequence's segments in place: b becomes the state each segment leaves, c the gradient at each one's start.
 
-    Programs: (sequence, head, BJ value rows, direction), direction slowest. A map of more than PART channels does not
-    fit into shared memory and is taken in PART by PART pieces, with the state in global memory.
+    Programs: (sequence, head, BJ value rows, direction), direction slowest; KEPT ones all go back. A map of more than
+    PART channels does not fit into shared memory and is taken in PART by PART pieces, with the state in global memory.
     """
     pid = tl.program_id(0)
     blocks: tl.constexpr = VP // BJ
-    half = tl.num_programs(0) // 2
-    reverse = pid >= half
-    pid = tl.where(reverse, pid - half, pid)
+    if KEPT:
+        reverse = True
+    else:
+        half = tl.num_programs(0) // 2
+        reverse = pid >= half
+        pid = tl.where(reverse, pid - half, pid)
     e = pid % blocks * BJ + tl.arange(0, BJ)
     head = (pid // blocks) % heads
     n = pid // (blocks * heads)
@@ -367,40 +379,47 @@ def join_kernel(
     if last < 2:
         return
     one = place.to(tl.int64) * heads + head
+    cut = one - n.to(tl.int64) * heads  # of the first segment, like its place
     stride = one * 0 + heads
+    real = (e < V)[:, None]
     key = tl.arange(0, PART)
     state_at = e[:, None] * KP + key[None, :]
     map_at = key[:, None] * KP + key[None, :]
     if PART < KP:
         for j in tl.range(1, last):
             for to in tl.static_range(KP // PART):
-                at = one + (last - j if reverse else j) * stride
-                before = at + stride if reverse else at - stride
-                states = d_leaving if reverse else leaving
-                joined = tl.load(states + at * (VP * KP) + to * PART + state_at)
-                for source in tl.static_range(KP // PART):
-                    part = tl.load(states + before * (VP * KP) + source * PART + state_at)
-                    if reverse:
-                        piece = tl.load(maps + at * (KP * KP) + to * PART * KP + source * PART + map_at)
+                if reverse:
+                    at = d_leaving + (one + (last - j) * stride) * (VP * KP)
+                    transition = maps + (cut + (last - j) * stride) * (KP * KP)
+                    joined = tl.load(at + to * PART + state_at)
+                    for source in tl.static_range(KP // PART):
+                        part = tl.load(at + stride * (VP * KP) + source * PART + state_at)
+                        piece = tl.load(transition + to * PART * KP + source * PART + map_at)
                         joined = tl.dot(part, tl.trans(piece), joined, input_precision=PRECISION)
-                    else:
-                        piece = tl.load(maps + at * (KP * KP) + source * PART * KP + to * PART + map_at)
+                    tl.store(at + to * PART + state_at, joined)
+                else:
+                    at = leaving + (cut + j * stride) * (V * KP)
+                    transition = maps + (cut + j * stride) * (KP * KP)
+                    joined = tl.load(at + to * PART + state_at, mask=real, other=0.0)
+                    for source in tl.static_range(KP // PART):
+                        part = tl.load(at - stride * (V * KP) + source * PART + state_at, mask=real, other=0.0)
+                        piece = tl.load(transition + source * PART * KP + to * PART + map_at)
                         joined = tl.dot(part, piece, joined, input_precision=PRECISION)
-                tl.store(states + at * (VP * KP) + to * PART + state_at, joined)
+                    tl.store(at + to * PART + state_at, joined, mask=real)
             tl.debug_barrier()
     elif not reverse:
-        state = tl.load(leaving + one * (VP * KP) + state_at)
+        state = tl.load(leaving + cut * (V * KP) + state_at, mask=real, other=0.0)
         for j in tl.range(1, last):
-            at = one + j * stride
+            at = cut + j * stride
             transition = tl.load(maps + at * (KP * KP) + map_at)
-            offset = tl.load(leaving + at * (VP * KP) + state_at)
+            offset = tl.load(leaving + at * (V * KP) + state_at, mask=real, other=0.0)
             state = tl.dot(state, transition, offset, input_precision=PRECISION)
-            tl.store(leaving + at * (VP * KP) + state_at, state)
+            tl.store(leaving + at * (V * KP) + state_at, state, mask=real)
     else:
         grad = tl.load(d_leaving + (one + last * stride) * (VP * KP) + state_at)
         for j in tl.range(1, last):
             at = one + (last - j) * stride
-            transition = tl.load(maps + at * (KP * KP) + map_at)
+            transition = tl.load(maps + (cut + (last - j) * stride) * (KP * KP) + map_at)
             offset = tl.load(d_leaving + at * (VP * KP) + state_at)
             grad = tl.dot(grad, tl.trans(transition), offset, input_precision=PRECISION)
             tl.store(d_leaving + at * (VP * KP) + state_at, grad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from trine.ops._errors import check_errors, error_words
 from trine.ops.kda.triton_config import MAX_CHANNELS, MAX_DECAY, choose, refined
 from trine.ops.kda.triton_prepare import make_problem, prepare
-from trine.ops.kda.triton_problem import Factors
+from trine.ops.kda.triton_problem import Kept
 from trine.ops.kda.triton_replay import Memory
 from trine.ops.kda.triton_scan import scan
 
@@ -64,15 +64,16 @@ def forward(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     plan: str = "auto",
-    keep: bool = False,
+    keep: Literal["nothing", "cuts", "factors"] = "nothing",
     fine: bool = False,
-) -> tuple[Tensor, Tensor | None, Factors | None]:
+) -> tuple[Tensor, Tensor | None, Kept]:
     """Chunked KDA with the bounded gate (K3 report, arXiv 2607.24653, Eq. 1-5), no autograd.
 
     Shapes as in ``trine.ops.kda.kda``: q, k ``[B,T,H,K]``, v ``[B,T,HV,V]``, gate ``[B,T,HV,K]``, beta ``[B,T,HV]``,
     states ``[N,HV,K,V]`` fp32, one sequence a batch row or ``cu_seqlens [N+1]`` with B = 1. Returns the output in v's
-    dtype, the final states in fp32 if asked for, and with ``keep`` what the first kernel made of every tile, which a
-    backward pass may use (``fine``: with second parts, see ``Factors``). Arguments are taken as checked; values of
+    dtype, the final states in fp32 if asked for, and what ``keep`` says a backward pass may use: what a segmented scan
+    found at its cuts, or that and what the first kernel made of every tile (``fine``: with second parts, see
+    ``Factors``). Arguments are taken as checked; values of
     ``cu_seqlens`` on the GPU are tested there (``trine.check_errors`` reads the result; at once with ``TRINE_CHECK=1``
     in the environment, except while a CUDA graph is captured). The second call of a kind replays the first one's
     launches (``triton_replay``).
@@ -80,7 +81,7 @@ def forward(
     device = q.device
     error = None if cu_seqlens is None else error_words(device)
 
-    def plain() -> tuple[Tensor, Tensor | None, Factors | None]:
+    def plain() -> tuple[Tensor, Tensor | None, Kept]:
         heads, key_width = v.shape[2], q.shape[3]
         config = choose(heads, key_width, v.shape[3], q.dtype, v.dtype, qk_norm, plan)
         if fine:
@@ -100,8 +101,8 @@ def forward(
         )
         factors = prepare(problem)
         initial = None if initial_state is None else initial_state.float().contiguous()
-        out, final = scan(problem, factors, initial, output_final_state, v.dtype)
-        return out, final, factors if keep else None
+        out, final, cuts = scan(problem, factors, initial, output_final_state, v.dtype)
+        return out, final, Kept(factors if keep == "factors" else None, None if keep == "nothing" else cuts)
 
     if q.is_cuda and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
@@ -115,12 +116,11 @@ def forward(
         )
         if replayed is not None:
             made: Any = replayed  # tensors where the plain call gave tensors
-            found = made[0], made[1], Factors(*made[2:]) if keep else None
+            found = made[0], made[1], Kept.of(made[2:])
     if cu_seqlens is not None:
         check_at_once(device)
     return found  # type: ignore[no-any-return]
 
 
-def _flat(found: tuple[Tensor, Tensor | None, Factors | None]) -> list[Tensor | None]:
-    out, final, factors = found
-    return [out, final] if factors is None else [out, final, factors.wqk, factors.p, factors.a, factors.decay]
+def _flat(found: tuple[Tensor, Tensor | None, Kept]) -> list[Tensor | None]:
+    return [found[0], found[1], *found[2].tensors()]

@@ -24,7 +24,7 @@ from trine.ops.kda.triton_backward_autograd import (
 )
 from trine.ops.kda.triton_config import CHUNK
 from trine.ops.kda.triton_decode import kda_step_triton
-from trine.ops.kda.triton_problem import Factors
+from trine.ops.kda.triton_problem import Kept, cuts_of
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor gate, Tensor beta, "
 _GATE = "Tensor? A_log, Tensor? dt_bias, "
@@ -43,19 +43,15 @@ def _there(tensor: Tensor) -> Tensor | None:
     return None if tensor.ndim == 1 and tensor.shape[0] == 0 else tensor
 
 
-def _kda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _kda(*arguments: Any) -> tuple[Tensor, ...]:
     given = (*arguments[:9], Settings(*arguments[9:]))
-    out, final, factors = forward_keeping(*given)
-    kept = [_absent(out) for _ in range(4)]
-    if factors is not None:
-        kept = [factors.wqk, factors.p, factors.a, factors.decay]
-    return out, _absent(out) if final is None else final, kept[0], kept[1], kept[2], kept[3]
+    out, final, kept = forward_keeping(*given)
+    return (out, *(_absent(out) if x is None else x for x in (final, *kept.tensors())))
 
 
 def _kda_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    kept = arguments[12:16]
-    factors = None if _there(kept[0]) is None else Factors(*kept)
-    given = (*arguments[:12], factors, Settings(*arguments[16:]))
+    kept = Kept.of([_there(x) for x in arguments[12:18]])
+    given = (*arguments[:12], kept, Settings(*arguments[18:]))
     gradients = backward_from(*given)
     return tuple(_absent(arguments[0]) if x is None else x for x in gradients)
 
@@ -65,14 +61,14 @@ _kda_op = torch.library.custom_op(
     _kda,
     mutates_args=(),
     schema=f"({_TENSORS}{_GATE}Tensor? initial_state, Tensor? cu_seqlens, {_SETTINGS}) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"({', '.join(['Tensor'] * 8)})",
 )
 _kda_backward_op = torch.library.custom_op(
     "trine::kda_backward",
     _kda_backward,
     mutates_args=(),
     schema=f"({_TENSORS}{_GATE}Tensor? initial_state, Tensor? cu_seqlens, Tensor out, Tensor? d_out, Tensor? d_final, "
-    f"Tensor wqk, Tensor p, Tensor a, Tensor decay, {_SETTINGS}) -> "
+    f"Tensor wqk, Tensor p, Tensor a, Tensor decay, Tensor states, Tensor maps, {_SETTINGS}) -> "
     f"({', '.join(['Tensor'] * 8)})",
 )
 
@@ -85,17 +81,22 @@ def _kda_shapes(*arguments: Any) -> tuple[Tensor, ...]:
     out = v.new_empty(batch, tokens, heads, values)
     full = {"dtype": torch.float32}
     final = v.new_empty(sequences, heads, channels, values, **full) if settings.final else _absent(v)
-    if not factors_fit(q, v, settings):
-        return out, final, *(_absent(v) for _ in range(4))
     config, fine = config_of(q, v, settings), factors_fine(q, v, settings)
+    block, cuts = config.key_block, (_absent(v), _absent(v))
+    if 0 < config.segment < tokens:
+        count = cuts_of(tokens, sequences, config.segment, cu is not None)
+        cuts = v.new_empty(count, heads, values, block, **full), v.new_empty(count, heads, block, block, **full)
+    if not factors_fit(q, v, settings):
+        return out, final, *(_absent(v) for _ in range(4)), *cuts
     slots = batch * ((tokens + CHUNK - 1) // CHUNK) if cu is None else tokens // CHUNK + sequences
     return (
         out,
         final,
-        v.new_empty(4 if fine else 3, slots, heads, CHUNK, config.key_block, dtype=config.factor),
+        v.new_empty(4 if fine else 3, slots, heads, CHUNK, block, dtype=config.factor),
         v.new_empty(slots, heads, CHUNK, CHUNK, dtype=config.factor),
         v.new_empty(2 if fine else 1, slots, heads, CHUNK, CHUNK, dtype=config.value),
-        v.new_empty(slots, heads, config.key_block, **full),
+        v.new_empty(slots, heads, block, **full),
+        *cuts,
     )
 
 

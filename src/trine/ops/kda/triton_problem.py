@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trine.ops.kda.triton_config import CHUNK, Config
+from trine.ops.kda.triton_replay import new
 
 
 @dataclass(slots=True)
@@ -71,6 +74,57 @@ class Factors:
             return self.wqk[2], None
         both = self.wqk[2:].view(*self.wqk.shape[1:3], 2, *self.wqk.shape[3:])
         return both[:, :, 0], both.view(torch.float16)[:, :, 1]
+
+
+@dataclass(slots=True)
+class Cuts:
+    """What a segmented walk finds at its cuts, all transposed and fp32: cut j lies behind segment j of a sequence.
+
+    ``states`` ``[cuts, heads, V, BK]`` is the state at each cut, ``maps`` ``[cuts, heads, BK, BK]`` the transition of
+    the segment before it; those of first segments are not written, as nobody needs them. Unpacked, sequence n owns
+    ``ceil(T / segment) - 1`` cuts; packed, those from ``start // segment`` on, of ``T // segment`` in all.
+    """
+
+    states: Tensor
+    maps: Tensor
+
+
+class Kept(NamedTuple):
+    """What a forward pass may hand to its backward pass, to save it the work."""
+
+    factors: Factors | None = None
+    cuts: Cuts | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Its six tensors in order, None where there is none."""
+        factors: list[Tensor | None] = [None] * 4
+        if self.factors is not None:
+            factors = [self.factors.wqk, self.factors.p, self.factors.a, self.factors.decay]
+        return [*factors, *((None, None) if self.cuts is None else (self.cuts.states, self.cuts.maps))]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> Kept:
+        """What ``tensors`` gave."""
+        factors = None if tensors[0] is None else Factors(*tensors[:4])
+        return cls(factors, None if tensors[4] is None else Cuts(*tensors[4:6]))
+
+
+NOTHING = Kept()
+
+
+def cuts_of(tokens: int, sequences: int, segment: int, packed: bool) -> int:
+    """Cuts that are provided for; 0 where sequences are walked whole."""
+    if not 0 < segment < tokens:
+        return 0
+    return tokens // segment if packed else sequences * (-(-tokens // segment) - 1)
+
+
+def new_cuts(cuts: int, heads: int, value_width: int, key_block: int, device: torch.device) -> Cuts:
+    """Memory for ``cuts`` of them."""
+    return Cuts(
+        new((cuts, heads, value_width, key_block), torch.float32, device),
+        new((cuts, heads, key_block, key_block), torch.float32, device),
+    )
 
 
 def even_rows(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trine.ops.kda.triton_config import Config
 from trine.ops.kda.triton_launch import TRITON_TYPES, Kernel, Variant, type_name
-from trine.ops.kda.triton_problem import Factors, Problem
+from trine.ops.kda.triton_problem import Cuts, Factors, Problem, cuts_of, new_cuts
 from trine.ops.kda.triton_replay import new
 
 
@@ -355,8 +355,8 @@ def combine_variant(config: Config, index_dtype: torch.dtype | None, value_width
 
 def scan(
     problem: Problem, factors: Factors, initial: Tensor | None, output_final: bool, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Launch the walk: output ``[B, T, HV, V]``, and final states ``[N, HV, K, V]`` fp32 if asked for."""
+) -> tuple[Tensor, Tensor | None, Cuts | None]:
+    """Launch the walk: output ``[B, T, HV, V]``, final states ``[N, HV, K, V]`` fp32 if asked for, and cuts if any."""
     config, device = problem.config, problem.q.device
     heads, width = problem.heads, problem.value_width
     batch = problem.v.shape[0]
@@ -366,14 +366,11 @@ def scan(
     if output_final:
         final = new((problem.sequences, heads, problem.key_width, width), torch.float32, device)
     segment = config.segment
+    cuts = cuts_of(problem.tokens, problem.sequences, segment, index is not None)
     segmented = 0 < segment < problem.tokens
-    cuts, per_sequence = 0, 0
-    enter = maps = None
-    if segmented:
-        per_sequence = -(-problem.tokens // segment) - 1
-        cuts = problem.tokens // segment if index is not None else problem.sequences * per_sequence
-        enter = new((cuts, heads, width, config.key_block), torch.float32, device)
-        maps = new((cuts, heads, config.key_block, config.key_block), torch.float32, device)
+    per_sequence = -(-problem.tokens // segment) - 1 if segmented else 0
+    found = new_cuts(cuts, heads, width, config.key_block, device) if segmented else None
+    enter, maps = (None, None) if found is None else (found.states, found.maps)
     v, align = problem.v, problem.align
     v0, v1, v2, _ = v.stride()
     args = (
@@ -397,4 +394,4 @@ def scan(
         )
     variant = scan_variant(*shape, True, initial is not None, output_final)
     SCAN.launch((problem.sequences + cuts) * heads * blocks, args, variant, device)
-    return out, final
+    return out, final, found

@@ -15,4 +15,12 @@ FORWARD: dict[tuple[str, int], tuple[int, int, int, int]] = {
 }
 
 # Value heads up to: tokens a segment. More heads than the last walk every sequence from end to end.
-SEGMENTS: tuple[tuple[int, int], ...] = ((2, 2048), (4, 1024), (8, 4096), (16, 1024), (40, 2048))
+SEGMENTS: tuple[tuple[int, int], ...] = (
+    (2, 2048),
+    (4, 1024),
+    (8, 5056),
+    (16, 1184),
+    (20, 1376),
+    (24, 1664),
+    (40, 2048),
+)

@@ -53,7 +53,7 @@ def render(card: str, forward: dict[tuple[str, int], Row], segments: Iterable[tu
     rows += [f'    ("{kind}", {width}): {row},' for (kind, width), row in forward.items()]
     tail += ["}", ""]
     tail += ["# Value heads up to: tokens a segment. More heads than the last walk every sequence from end to end."]
-    tail += [f"SEGMENTS: tuple[tuple[int, int], ...] = ({', '.join(map(str, segments))})"]
+    tail += ["SEGMENTS: tuple[tuple[int, int], ...] = (", *(f"    {pair}," for pair in segments), ")"]
     return head + "\n\n" + "\n".join(rows + tail) + "\n"
 
 
@@ -116,7 +116,8 @@ def tune(say: Callable[[str], None], write: bool = False) -> str:
         say(f"{kind} K{width}: {forward[kind, width]}")
     segments = []
     for limit, committed in SEGMENTS:
-        times = {n: forward_ms("16-bit", 128, forward["16-bit", 128], limit, n) for n in (512, 1024, 2048, 4096, 0)}
+        lengths = [*sorted({512, 1024, 2048, 4096, committed}), 0]
+        times = {n: forward_ms("16-bit", 128, forward["16-bit", 128], limit, n) for n in lengths}
         say(f"{limit} heads: " + ", ".join(f"{n or 'serial'} {ms:.4f} ms" for n, ms in times.items()))
         best = min(times, key=lambda n: times[n])
         best = committed if times[best] > GAIN * times[committed] else best
@@ -156,7 +157,7 @@ def launch(
         **data, a_log=None, dt_bias=None, lower_bound=-5.0, qk_norm=True, beta_is_logit=True, beta_max=1.0,
         scale=data["q"].shape[-1] ** -0.5, cu_seqlens=bounds, config=config, error=error,
     )  # fmt: skip
-    return scan(problem, prepare(problem), None, bounds is not None, data["v"].dtype)
+    return scan(problem, prepare(problem), None, bounds is not None, data["v"].dtype)[:2]
 
 
 def configure(data: dict[str, Tensor], row: Row, segment: int) -> Config:
