@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -140,9 +141,57 @@ def test_a_look_finds_nothing_until_there_is_something(run: Path) -> None:
     shutil.copytree(run, run.parent / "later")
     more = dash_app.build([run.parent]).server.test_client()
     known = get(more).get_json()
-    assert known["known"] == 2 and "runs" not in known
-    fewer = get(more, **having(known) | {"known": 1}).get_json()
+    assert "runs" not in known
+    fewer = get(more, **having(known) | {"known": "another"}).get_json()
     assert sorted(one["label"] for one in fewer["runs"]) == ["good", "later"]
+
+
+def test_a_run_that_is_gone_is_marked_in_the_list(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dash_app, "_NEW_RUNS", -1.0)
+    shutil.copytree(run, run.parent / "later")
+    client = dash_app.build([run.parent]).server.test_client()
+    first = get(client).get_json()
+    assert get(client, look="", **having(first)).status_code == 204
+    (run.parent / "later").rename(run.parent.parent / "elsewhere")
+    found = get(client, look="", **having(first)).get_json()
+    assert sorted(one["label"] for one in found["runs"]) == ["good", "later (gone)"]
+    assert get(client, look="", **having(found)).status_code == 204
+    shutil.rmtree(run.parent)  # nothing is added for a folder of runs that is no more
+    after = get(client, look="", **having(found)).get_json()
+    assert sorted(one["label"] for one in after["runs"]) == ["good (gone)", "later (gone)"]
+
+
+def test_an_alert_that_is_on_comes_before_any_number_of_others(run: Path) -> None:
+    with open(run / "events.jsonl", "w") as file:
+        lines = [(2, "dead", True)] + [(step, "p95", step % 2 == 1) for step in range(61, 221)]
+        for step, rule, begins in lines:
+            event = {"kind": "balance_alert", "step": step, "rule": rule, "begins": begins, "text": rule}
+            file.write(json.dumps(event) + "\n")
+    rows = json.loads(shown(run))["tables"][0]["rows"]
+    assert rows[0] == ["2", "dead", "begins, still on", "dead", "on"] and len(rows) == 100
+    assert [row[0] for row in rows[1:4]] == ["220", "219", "218"]
+
+
+def test_a_run_of_a_newer_version_is_not_said_to_have_no_alerts(run: Path) -> None:
+    assert json.loads(shown(run))["tables"][0]["none"] == "None so far."
+    newer(run)
+    for page in ("balance", "training"):
+        (table,) = json.loads(shown(run, page=page))["tables"]
+        assert table["title"] == "Alerts" and table["rows"] == []
+        assert table["none"] == "Whether there were any cannot be read."
+
+
+def test_metrics_find_a_run_that_began_after_the_server(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dash_app, "_NEW_RUNS", -1.0)
+    for i in range(21):
+        (run.parent / f"old-{i}").mkdir()
+        (run.parent / f"old-{i}" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+        os.utime(run.parent / f"old-{i}" / "metrics.jsonl", (1_000_000, 1_000_000))
+    client = dash_app.build([run.parent]).server.test_client()
+    (run.parent / "begun").mkdir()
+    (run.parent / "begun" / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    text = client.get("/metrics", base_url="http://127.0.0.1").text  # with no page open
+    assert 'trine_train_step{run="begun"} 7.0' in text and text.count("trine_run_readable{") == 20
 
 
 def test_a_page_beside_other_work_is_told_to_look_less_often(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +209,7 @@ def test_what_is_chosen_is_shown_and_nonsense_is_not(run: Path) -> None:
     assert "Load of every expert" not in found and "Bias of the experts of layer 1" in found
     assert "Saturated scores of every layer" in shown(run, what="saturation")
     nonsense: tuple[dict[str, Any], ...] = (
-        {"step": "x", "layer": "[]", "ranks": "{}", "what": 7, "runs": "x,,9,-1", "have": ":,:::,a", "known": "y"},
+        {"step": "x", "layer": "[]", "ranks": "{}", "what": 7, "runs": "x,,9,-1", "have": ":,:::,a", "known": HOSTILE},
         {"step": -1, "layer": 99, "ranks": 7, "expert": 1 << 70, "page": "../..", "theme": HOSTILE, "seen": HOSTILE},
     )
     for words in nonsense:

@@ -44,7 +44,7 @@ class Asked:
         seen: `version` of what the page shows; empty when it shows nothing yet.
         look: it only wants to know whether there is something new.
         moved: since then only what figures of one step depend on was chosen anew.
-        known: runs in its list.
+        known: mark of its list of runs; empty when it has none but the page's first.
     """
 
     page: str = "balance"
@@ -55,7 +55,7 @@ class Asked:
     seen: str = ""
     look: bool = False
     moved: bool = False
-    known: int = -1
+    known: str = ""
 
     @classmethod
     def of(cls, runs: Runs, words: Mapping[str, str]) -> Asked:
@@ -63,7 +63,6 @@ class Asked:
         numbers = [whole(one) for one in words["runs"].split(",")] if "runs" in words else list(runs.opening())
         sides = [one for one in numbers if one is not None and one < len(runs)] or list(runs.opening())[:1]
         have = [one.rpartition(":") for one in words.get("have", "").split(",")]
-        known = whole(words.get("known"))
         return cls(
             page=words["page"] if words.get("page") in PAGES else "balance",
             sides=tuple(dict.fromkeys(sides))[:2],
@@ -73,14 +72,14 @@ class Asked:
             seen=words.get("seen", ""),
             look="look" in words,
             moved="moved" in words,
-            known=-1 if known is None else known,
+            known=words.get("known", ""),
         )
 
 
 def answer(runs: Runs, asked: Asked, busy: bool = False) -> bytes | None:
     """JSON for the page, which is to look less often when ``busy``; None when it looks and there is nothing new."""
     version = _mark([runs.version(side) for side in asked.sides])
-    if asked.look and asked.seen == version and asked.known == len(runs):
+    if asked.look and asked.seen == version and asked.known == runs.mark:
         return None
     kinds = {"step"} if asked.moved and asked.seen == version else {"step", "time"}
     names = [runs.runs[side].name for side in asked.sides]
@@ -95,7 +94,7 @@ def answer(runs: Runs, asked: Asked, busy: bool = False) -> bytes | None:
         "span": [low, high],
         "steps": [view.step for view in views],
         "layers": sizes[0] if sizes else 0,
-        "known": len(runs),
+        "known": runs.mark,
         "busy": busy,
         "notes": _notes(runs, asked.sides),
         "tiles": _tiles(runs, asked.sides, views) if asked.page == "balance" else [],
@@ -103,7 +102,7 @@ def answer(runs: Runs, asked: Asked, busy: bool = False) -> bytes | None:
         "whole": "time" in kinds,
         "figures": _figures(runs, asked, views, kinds),
     }
-    if asked.known not in (-1, len(runs)):
+    if asked.known not in ("", runs.mark):
         found["runs"] = run_options(runs)
     return json.dumps(found, separators=(",", ":"), allow_nan=False).encode()
 
@@ -128,10 +127,8 @@ def view_of(runs: Runs, number: int, values: Mapping[str, Any]) -> View:
 
 def run_options(runs: Runs) -> list[Json]:
     """Entries of the list of runs."""
-    names = [one.name for one in runs.runs]
-    return [
-        {"value": i, "label": name if names.count(name) == 1 else f"{name} ({i + 1})"} for i, name in enumerate(names)
-    ]
+    listed = enumerate(zip(runs.labels, runs.gone, strict=True))
+    return [{"value": i, "label": f"{name} (gone)" if gone else name} for i, (name, gone) in listed]
 
 
 class Machine:
@@ -261,14 +258,17 @@ def _tables(runs: Runs, asked: Asked) -> list[Json]:
                 [_step_text(one.step), one.kind, one.time, one.text, "on" if one.level != "info" else ""]
                 for one in event_rows(run)
             ]
-            found.append({"title": f"Events{of}", "columns": ["Step", "Event", "Time", "What"], "rows": rows})
+            columns = ["Step", "Event", "Time", "What"]
+            found.append({"title": f"Events{of}", "columns": columns, "rows": rows, "none": "None so far."})
         if asked.page in ("balance", "training"):
             rows = [
                 [_step_text(step), rule, "begins, still on" if still else "begins" if begins else "ends", text,
                  "on" if begins else "off"]
-                for step, rule, begins, text, still in runs.alerts(side)
+                for step, rule, begins, text, still in ([] if run.problem() else runs.alerts(side))
             ]  # fmt: skip
-            found.append({"title": f"Alerts{of}", "columns": ["Step", "Rule", "State", "What"], "rows": rows})
+            none = "None so far." if not run.problem() else "Whether there were any cannot be read."
+            columns = ["Step", "Rule", "State", "What"]
+            found.append({"title": f"Alerts{of}", "columns": columns, "rows": rows, "none": none})
     return found
 
 

@@ -7,6 +7,7 @@ made at the start.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -190,15 +191,19 @@ def _callbacks(app: Any, every: int) -> None:
 def _addresses(app: Any, runs: Runs, busy: Callable[[], bool]) -> None:
     from flask import Response, request
 
-    looked = [0.0]
+    looked = [-math.inf]
     turn = threading.Lock()
+
+    def look(now: bool = False) -> None:
+        """For runs that came or went, now and then."""
+        with turn:
+            if now or time.monotonic() - looked[0] > _NEW_RUNS:
+                looked[0] = time.monotonic()
+                runs.refresh()
 
     @app.server.get("/figures")
     def figures() -> Any:
-        with turn:
-            if time.monotonic() - looked[0] > _NEW_RUNS or "seen" not in request.args:
-                looked[0] = time.monotonic()
-                runs.refresh()
+        look(now="seen" not in request.args)
         text = answer(runs, Asked.of(runs, request.args), busy())
         return Response(status=204) if text is None else Response(text, content_type="application/json")
 
@@ -224,9 +229,10 @@ def _addresses(app: Any, runs: Runs, busy: Callable[[], bool]) -> None:
 
     @app.server.get("/metrics")
     def metrics() -> Any:
-        from trine.views.prometheus_page import metrics_text
+        from trine.views.prometheus_page import CONTENT_TYPE, metrics_text
 
-        return Response(metrics_text(runs.runs[:20]), content_type="text/plain; version=0.0.4; charset=utf-8")
+        look()  # there may be no page open that does
+        return Response(metrics_text(runs.runs), content_type=CONTENT_TYPE)
 
 
 def serve(app: Any, host: str, port: int) -> Any:

@@ -173,7 +173,7 @@ window.trine = (() => {
     const section = make('section', 'alerts');
     section.append(make('h2', '', one.title));
     if (!one.rows.length) {
-      section.append(make('p', '', 'None so far.'));
+      section.append(make('p', '', one.none));
       return section;
     }
     const all = make('table', 'alertlist'), head = make('tr'), body = make('tbody'), top = make('thead');

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import math
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +66,12 @@ class Runs:
 
     Args:
         paths: folders of runs, or of folders of runs; looked through again by `refresh`.
+
+    Attributes:
+        runs: all so far; one that is deleted stays, so that the others keep their numbers.
+        labels: what each is called in the list: its name, with its place where two have one.
+        gone: whether the folder of each was missing when it was looked for last.
+        mark: another one whenever the list is.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
@@ -71,13 +79,21 @@ class Runs:
         self._lock = threading.RLock()
         self._data: OrderedDict[int, BalanceData] = OrderedDict()
         self.runs: list[RunView] = []
+        self.labels: list[str] = []
+        self.gone: list[bool] = []
+        self.mark = ""
         self.refresh()
 
     def refresh(self) -> bool:
         """Add runs that appeared since; those that are known keep their numbers. Whether there are new ones."""
         with self._lock:
             known = {one.path for one in self.runs}
-            fresh = [one for one in find_runs(self.paths) if one.path not in known]
+            try:
+                fresh = [one for one in find_runs(self.paths) if one.path not in known]
+            except OSError:  # a folder that went, or was shut, while it was looked through
+                fresh = []
+            # of a folder of runs that is gone there is nothing to add
+            fresh = [one for one in fresh if not known or one.path.is_dir()]
             # a folder that had no run when it was looked at is one no longer
             if len(self.runs) == len(self.paths) and all(one.path in self.paths for one in self.runs):
                 stale = [one for one in self.runs if one.problem()]
@@ -85,6 +101,13 @@ class Runs:
                     self.runs = [one for one in self.runs if one not in stale]
                     self._data.clear()
             self.runs += fresh
+            names = Counter(one.name for one in self.runs)
+            self.labels = [
+                one.name if names[one.name] == 1 else f"{one.name} ({i + 1})" for i, one in enumerate(self.runs)
+            ]
+            self.gone = [not one.path.is_dir() for one in self.runs]
+            said = json.dumps([self.labels, self.gone]).encode()
+            self.mark = hashlib.blake2b(said, digest_size=9).hexdigest()
             return bool(fresh)
 
     def __len__(self) -> int:
@@ -216,7 +239,10 @@ class Runs:
         ]  # fmt: skip
 
     def alerts(self, number: int) -> list[tuple[int, str, bool, str, bool]]:
-        """Alerts of a run, newest first: step, rule, whether it begins, sentence, whether it is still on."""
+        """Alerts of a run: step, rule, whether it begins, sentence, whether it is still on.
+
+        Those that are on first, then the newest; of very many only the first ones.
+        """
         run = self.run(number)
         if run is None:
             return []
@@ -232,7 +258,7 @@ class Runs:
             found.append((step, rule, begins, plain(event.get("text", "")), False))
         newest = {rule: max(one[0] for one in found if one[1] == rule and one[2]) for rule, left in on.items() if left}
         marked = [(*one[:4], one[2] and newest.get(one[1]) == one[0]) for one in found]
-        return sorted(marked, key=lambda one: -one[0])[:_MOST_ALERTS]
+        return sorted(marked, key=lambda one: (not one[4], -one[0]))[:_MOST_ALERTS]
 
 
 BALANCE_ORDER = ("heat", "layer", "percentiles", "max-vio", "dead", "bias", "required", "ranks")
