@@ -134,10 +134,46 @@ def test_an_axis_that_is_open_at_one_end_grows_with_the_data() -> None:
     assert layout["legend"]["uirevision"] == "k"
 
 
-@pytest.mark.parametrize(("most", "marked"), [(50.0, False), (500.0, True)])
-def test_a_logarithmic_axis_is_never_without_marks(most: float, marked: bool) -> None:
-    axis = to_plotly(Chart("k", "t", y=Axis("n", log=True), lines=(Line("a", [1, 2], [1.0, most]),)))["layout"]["yaxis"]
-    assert ("dtick" in axis) == marked
+@pytest.mark.parametrize("least", [1.0, 8.5, 0.03])
+@pytest.mark.parametrize("times", [1.0, 7.0, 10.0, 50.0])
+def test_a_logarithmic_axis_has_two_numbers_at_least(least: float, times: float) -> None:
+    def axis(*values: float) -> Any:
+        chart = Chart("k", "t", y=Axis("n", log=True), lines=(Line("a", range(len(values)), values),))
+        return to_plotly(chart)["layout"]["yaxis"]
+
+    found = axis(least, least * times)
+    low, high = (least / 10, least * 10) if times == 1 else (least, least * times)  # plotly.js shows so much of a value
+    texts = [text for at, text in zip(found["tickvals"], found["ticktext"], strict=True) if low <= at <= high]
+    assert len(texts) >= 2 and len(set(texts)) == len(texts)
+    assert "1,000" in axis(900)["ticktext"] and axis(least, least * 200)["dtick"] == 1
+    assert "tickvals" not in axis(3, 4)  # plotly.js marks even steps where there is less than a power of ten
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_whole_numbers_are_never_marked_between(axis: str) -> None:
+    def marks(*numbers: float, **options: Any) -> Any:
+        on = {axis: Axis("n", whole=True, **options)}
+        return to_plotly(Chart("k", "t", lines=(Line("a", numbers, numbers),), **on))["layout"][f"{axis}axis"]
+
+    for few in (marks(7), marks(0, 1), marks(1001, 1011), marks(0, 1, low=-0.5, high=5.5), marks(low=0.0, high=1.0)):
+        assert (few["dtick"], few["tick0"], few["tickformat"]) == (1, 0, ",d")
+    assert "dtick" not in marks(0, 11) and "dtick" not in marks(0, 1, low=0, high=895.5)
+    heat = Chart("k", "t", y=Axis("head", whole=True), heatmap=Heatmap(np.ones((4, 30)), "x", 0, 1))
+    assert to_plotly(heat)["layout"]["yaxis"]["dtick"] == 1
+
+
+def test_ends_that_nothing_passes_do_not_say_so() -> None:
+    found = [
+        [text for _, text in heatmap.scale_ticks(Heatmap([[0.5]], "x", 0, 1, beyond=ends), 3)]
+        for ends in ((True, True), (False, True), (False, False))
+    ]
+    assert found == [["≤ 0", "0.5", "≥ 1"], ["0", "0.5", "≥ 1"], ["0", "0.5", "1"]]
+
+
+def test_quotation_marks_are_no_markup_to_plotly() -> None:
+    layout = to_plotly(Chart("k", "t", Axis('the "x"'), marks=(Mark(1, "it's <b>"),), lines=(Line("a", [1], [1]),)))
+    assert layout["layout"]["xaxis"]["title"]["text"] == 'the "x"'
+    assert layout["layout"]["annotations"][0]["text"] == "it's &lt;b&gt;"
 
 
 def test_the_step_that_is_looked_at_is_left_to_the_page() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sqlite3
@@ -97,6 +98,20 @@ def test_two_runs_stand_side_by_side_on_one_axis(run: Path, tmp_path: Path) -> N
     assert [one["who"] for one in dead] == ["good", "other"]
     assert dead[0]["plot"]["layout"]["yaxis"]["range"] == dead[1]["plot"]["layout"]["yaxis"]["range"] is not None
     assert [one["title"] for one in found["tables"]] == ["Alerts of good", "Alerts of other"]
+
+
+def test_two_runs_share_a_logarithmic_axis_too(run: Path) -> None:
+    other = run.parent / "other"
+    shutil.copytree(run, other)
+    for folder, norms in ((run, (0.5, 2.0, 0.0)), (other, (1.0, 300.0, 30.0))):  # of 0 the axis is a linear one
+        records = [{"step": i + 1, "loss": 1.0, "grad_norm": norm} for i, norm in enumerate(norms)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    found = parts(json.loads(shown(run, other, page="training")))
+    first, second = (found[f"training-gradient-{i}"]["plot"]["layout"]["yaxis"] for i in (0, 1))
+    assert first == second and first["type"] == "log"
+    assert first["range"][0] < math.log10(0.5) and first["range"][1] > math.log10(300)
+    assert found["training-gradient-0"]["plot"]["data"][0]["y"] == [0.5, 2.0, 0.5]
+    assert "Below 0.5 is drawn at 0.5." in found["training-gradient-0"]["notes"]
 
 
 def test_a_step_sends_the_figures_of_that_step_only(run: Path) -> None:

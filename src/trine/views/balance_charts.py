@@ -90,7 +90,7 @@ def _coloured(values: Array, what: What) -> Heatmap:
     reach = _finite_max(np.abs(values)) or 1.0
     # a round number, so that the colours of two steps, or of two runs, mostly mean the same
     reach = 2.0 ** math.ceil(math.log2(min(max(reach, 1e-9), 1e9)))
-    return Heatmap(values, "bias", -reach, reach, palette="signed")
+    return Heatmap(values, "bias", -reach, reach, palette="signed", beyond=(False, False))
 
 
 def _far(values: Array, reach: float) -> float:
@@ -109,7 +109,7 @@ def _saturation(data: BalanceData) -> Chart:
     return Chart(
         "heat",
         title,
-        x=Axis("step", low=-0.5, high=len(grid) - 0.5, ticks=tuple((float(i), str(grid[i])) for i in places)),
+        x=Axis("steps", low=-0.5, high=len(grid) - 0.5, ticks=tuple((float(i), str(grid[i])) for i in places)),
         y=Axis("MoE layer", low=-0.5, high=share_PL.shape[1] - 0.5, whole=True, down=True),
         heatmap=Heatmap(share_PL[at].T, "share of scores", 1e-5, 0.1, log2=True, palette="amount"),
         notes=("Scores that fp32 cannot tell from 0 or 1, counted by layer; the largest share of a step.",),
@@ -135,7 +135,7 @@ def cell_words(data: BalanceData, step: int | None, what: What, order: Order, ro
         share_PL = history.of("saturated")
         if not (0 <= row < share_PL.shape[1] and 0 <= column < len(grid)):
             return ""
-        return f"Layer {row}, step {grid[column]:,}: {share_PL[at[column], row]:.3%} of the scores saturated."
+        return f"Layer {row}, step {grid[column]:,}: {100 * share_PL[at[column], row]:.3f} % of the scores saturated."
     frame = data.frame(step)
     if frame is None or not (0 <= row < len(frame.loads_LE) and 0 <= column < frame.loads_LE.shape[1]):
         return ""
@@ -361,7 +361,9 @@ def required_chart(frame: Frame, layer: int | None, top_k: int) -> Chart:
                 Band("biases in force", numbers, bias_L.min(-1), bias_L.max(-1), "purple", 0.45),
             ),
             lines=(Line("P50", numbers, q["p50"], "green"),),
-            notes=(f"An expert is chosen where its bias is above what is required, by {share:.1%} of the tokens.",),
+            notes=(
+                f"An expert is chosen where its bias is above what is required, by {100 * share:.1f} % of the tokens.",
+            ),
         )
     edges = frame.margins_LQ[layer].astype(np.float64)
     title = f"Required bias of layer {layer}, {when(frame)}"
@@ -373,7 +375,9 @@ def required_chart(frame: Frame, layer: int | None, top_k: int) -> Chart:
     middle, density = (edges[:-1] + width / 2)[wide], mass[wide] / width[wide]
     cut = float(np.interp(share, MARGIN_LEVELS, edges))
     known = MARGIN_LEVELS[0] <= share <= MARGIN_LEVELS[-1]
-    marks = [Mark(cut, f"cutoff: {share:.1%} of tokens" if known else "cutoff beyond what is kept", colour="red")]
+    marks = [
+        Mark(cut, f"cutoff: {100 * share:.1f} % of tokens" if known else "cutoff beyond what is kept", colour="red")
+    ]
     reach = bias_L[layer]
     top = float(density.max()) * 1.12
     if not np.isfinite(top):
@@ -451,16 +455,14 @@ def share_axes(charts: Sequence[Chart]) -> list[Chart]:
             for one in charts
         ]
     drawn = [one for one in charts if not one.empty and one.heatmap is None]
-    if len(drawn) < 2 or any(one.y.ticks or one.y.log for one in drawn):
+    if len(drawn) < 2:
         return list(charts)
-    ends: list[float] = []
-    for one in drawn:
-        parts = [np.asarray(line.y) for line in one.lines] + [np.asarray(bars.height) for bars in one.bars]
-        for band in one.bands:
-            parts += [np.asarray(band.low), np.asarray(band.high)]
-        for part in parts:
-            known = part[np.isfinite(part)]
-            ends += [float(known.min()), float(known.max())] if known.size else []
+    if any(one.y.log for one in drawn):
+        shared = iter(_share_log(drawn))
+        return [next(shared) if one in drawn else one for one in charts]
+    if any(one.y.ticks for one in drawn):
+        return list(charts)
+    ends = _ends(drawn)
     if not ends:
         return list(charts)
     room = 0.04 * (max(ends) - min(ends)) or 0.5
@@ -469,6 +471,43 @@ def share_axes(charts: Sequence[Chart]) -> list[Chart]:
     highs = [one.y.high for one in drawn]
     high = max(ends) + room if None in highs else max(one for one in highs if one is not None)
     return [replace(one, y=replace(one.y, low=low, high=high)) if one in drawn else one for one in charts]
+
+
+def _ends(charts: Sequence[Chart], above: float = -math.inf) -> list[float]:
+    """Least and largest of every curve, band and bar, of what is larger than ``above``."""
+    ends: list[float] = []
+    for one in charts:
+        parts = [np.asarray(line.y) for line in one.lines] + [np.asarray(bars.height) for bars in one.bars]
+        for band in one.bands:
+            parts += [np.asarray(band.low), np.asarray(band.high)]
+        for part in parts:
+            known = part[np.isfinite(part) & (part > above)]
+            ends += [float(known.min()), float(known.max())] if known.size else []
+    return ends
+
+
+def _share_log(charts: Sequence[Chart]) -> list[Chart]:
+    """Charts with one logarithmic y axis, though some have a linear one: what is 0 there lies at the least value."""
+    ends = _ends(charts, above=0.0)
+    if not ends:
+        return list(charts)
+    axis = next(one.y for one in charts if one.y.log)
+    least = max(min(ends), _LEAST) if axis.ticks else min(ends)
+    room = (max(ends) / least) ** 0.04 if max(ends) > least else 1.5
+    axis = replace(axis, low=least / room, high=max(ends) * room)
+    found = []
+    for one in charts:
+        shown = one
+        if not one.y.log and min(_ends([one]), default=least) < least:
+            lines = [replace(line, y=np.maximum(np.asarray(line.y), least)) for line in one.lines]
+            bands = [
+                replace(band, low=np.maximum(np.asarray(band.low), least), high=np.maximum(band.high, least))
+                for band in one.bands
+            ]
+            note = f"Below {least:.3g} is drawn at {least:.3g}."
+            shown = replace(one, lines=lines, bands=bands, notes=(*one.notes, note))
+        found.append(replace(shown, y=axis))
+    return found
 
 
 def step_charts(

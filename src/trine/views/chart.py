@@ -194,6 +194,7 @@ class Heatmap:
         log2: colours even in log2.
         palette: ``balance`` (less than 1 blue, 1 pale, more red), ``signed`` (the same around 0), ``amount``.
         x0, y0: what the first column and row stand for; the next ones are one more each.
+        beyond: whether there may be values below ``low``, and above ``high``.
 
     Raises:
         ValueError: not two dimensions, or ends that are no range.
@@ -208,6 +209,7 @@ class Heatmap:
     palette: Palette = "amount"
     x0: int = 0
     y0: int = 0
+    beyond: tuple[bool, bool] = (True, True)
 
     def __post_init__(self) -> None:
         values = np.asarray(self.values, dtype=np.float32)

@@ -234,7 +234,7 @@ class Runs:
             ("P95 load, worst layer", text(p95), f"by chance {text(by_chance)}", p95 - by_chance + 1 > 1.5),
             ("Dead experts", f"{dead:,.0f}", f"of {shown * experts:,}", dead > 0),
             ("Widest bias range", text(reach), "alert above 1", reach > 1),
-            ("Saturated scores", f"{saturated:.2%}" if math.isfinite(saturated) else "none", "alert above 1 %",
+            ("Saturated scores", f"{100 * saturated:.2f} %" if math.isfinite(saturated) else "none", "alert above 1 %",
              saturated > 0.01),
         ]  # fmt: skip
 

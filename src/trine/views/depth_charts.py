@@ -66,7 +66,7 @@ def mix_weights(probe: Probe) -> Chart:
         TITLES[key],
         x=Axis("source", ticks=thin_ticks(names, most=12)),
         y=Axis("reading sublayer", ticks=thin_ticks(probe.sites), down=True),
-        heatmap=Heatmap(weights_RS, "weight, mean over tokens", 0.0, 1.0),
+        heatmap=Heatmap(weights_RS, "weight, mean over tokens", 0.0, 1.0, beyond=(False, False)),
         notes=[
             probe_note(probe),
             "Sources: the embedding, then finished blocks, last the running sum. Blank: not there yet at this depth.",
@@ -108,7 +108,7 @@ def similarity(probe: Probe) -> Chart:
         TITLES[key],
         x=Axis("input of layer", ticks=ticks),
         y=Axis("input of layer", ticks=ticks, down=True),
-        heatmap=Heatmap(probe.cka, "alignment (CKA)", 0.0, 1.0),
+        heatmap=Heatmap(probe.cka, "alignment (CKA)", 0.0, 1.0, beyond=(False, False)),
         notes=notes,
         height=1.2,
     )

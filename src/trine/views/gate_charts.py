@@ -107,7 +107,10 @@ def histogram(probe: Probe) -> Chart:
         TITLES[key],
         x=Axis("-g", "nats a token", ticks=ticks),
         y=Axis("layer", ticks=thin_ticks([str(gate.layer) for gate in probe.gates]), down=True),
-        heatmap=Heatmap(rows_LB, "share of the gates", 0.0, max(1.0, most), unit="%"),
+        heatmap=Heatmap(
+            *(rows_LB, "share of the gates", 0.0, max(1.0, most), "%"),
+            beyond=(False, bool(known.size and known.max() > max(1.0, most))),
+        ),
         marks=[Mark((np.log10(-b) - edges[0]) * each - 0.5, f"g_min = {b:g}", colour="red") for b in bounds],
         notes=[probe_note(probe), "The outermost bins also hold what lies beyond them."],
         height=min(1.4, 0.7 + len(rows_LB) / 60),
@@ -268,7 +271,11 @@ def _grid(
         title,
         x=Axis("layer", ticks=thin_ticks([str(layer) for layer, _ in rows], most=16)),
         y=Axis("head", whole=True, down=True),
-        heatmap=Heatmap(values_HL, what, low, high, unit=unit, log2=ends is None),
+        heatmap=Heatmap(
+            *(values_HL, what, low, high, unit),
+            log2=ends is None,
+            beyond=(ends is None and bool(np.any(values_HL < low)), False),
+        ),
         notes=notes,
         height=min(1.4, 0.7 + len(values_HL) / 60),
     )

@@ -71,10 +71,11 @@ def data_uri(heatmap: Heatmap, dark: bool = False) -> str:
 
 
 def scale_ticks(heatmap: Heatmap, most: int = 5) -> list[tuple[float, str]]:
-    """Places (0 to 1) and words for a scale beside it; the ends say that what lies beyond looks the same."""
+    """Places (0 to 1) and words for a scale beside it; an end that values may pass says that those look the same."""
     found = []
     for place in np.linspace(0.0, 1.0, most).tolist():
         value = heatmap.value_at(place)
         text = f"{value:.3g}"
-        found.append((place, f"≤ {text}" if place == 0.0 else f"≥ {text}" if place == 1.0 else text))
+        below, above = heatmap.beyond[0] and place == 0.0, heatmap.beyond[1] and place == 1.0
+        found.append((place, f"≤ {text}" if below else f"≥ {text}" if above else text))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,6 +30,8 @@ _CELLS_WITH_VALUES = 12_000
 """Heatmaps up to this size tell each cell's value when pointed at; larger ones are one image."""
 _LONG = 64
 """Points from which a curve is sent as bytes."""
+_FEW = 10
+"""Whole numbers up to which each is marked; plotly.js makes ten marks at most, so on wider axes none between wholes."""
 HEIGHT = 290
 """Pixels of a figure of height 1."""
 
@@ -67,7 +69,7 @@ def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
     for band in chart.bands:
         edge: dict[str, Any] = {"type": "scatter", "mode": "lines", "x": _column(band.x), "line": {"width": 0}}
         edge |= {"showlegend": False, "hoverinfo": "skip", "connectgaps": False}
-        name = html.escape(band.name)
+        name = _text(band.name)
         fill = _faint(colours[band.colour], band.opacity)
         data.append({**edge, "y": _column(band.low), "legendgroup": name})
         data.append(
@@ -76,9 +78,8 @@ def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
         )
     data += [_bars(bars, colours) for bars in chart.bars] + [_line(line, colours) for line in chart.lines]
     layout["showlegend"] = layout["showlegend"] and sum(bool(one.get("showlegend")) for one in data) > 1
-    layout["xaxis"], layout["yaxis"] = _axis(chart.x, ink, grid), _axis(chart.y, ink, grid)
-    if _decades(chart) < 2:
-        layout["yaxis"].pop("dtick", None)  # a mark a power of ten would leave one or none
+    layout["xaxis"] = _axis(chart.x, ink, grid, _reach(chart, "x"))
+    layout["yaxis"] = _axis(chart.y, ink, grid, _reach(chart, "y"))
     if chart.heatmap is not None:
         layout["xaxis"]["showgrid"] = layout["yaxis"]["showgrid"] = False
         layout["yaxis"]["scaleanchor"] = False  # else an image's pixels are squares
@@ -92,9 +93,9 @@ def to_plotly(chart: Chart, dark: bool = False) -> dict[str, Any]:
 
 def _line(line: Line, colours: dict[Colour, str]) -> dict[str, Any]:
     look: dict[str, Any] = {"color": colours[line.colour]}
-    trace: dict[str, Any] = {"type": "scatter", "name": html.escape(line.name)}
+    trace: dict[str, Any] = {"type": "scatter", "name": _text(line.name)}
     trace |= {"x": _column(line.x), "y": _column(line.y)}
-    trace |= {"showlegend": bool(line.name), "hovertemplate": "%{y:.4g}"}
+    trace |= {"showlegend": bool(line.name), "hovertemplate": "%{y:,.6~g}"}
     lone = np.asarray(line.x).size == 1  # a line of one point would not be seen
     if line.points or lone:
         return trace | {"mode": "markers", "marker": look | {"size": 7 if lone else 5}}
@@ -103,12 +104,12 @@ def _line(line: Line, colours: dict[Colour, str]) -> dict[str, Any]:
 
 
 def _bars(bars: Bars, colours: dict[Colour, str]) -> dict[str, Any]:
-    trace: dict[str, Any] = {"type": "bar", "name": html.escape(bars.name)}
+    trace: dict[str, Any] = {"type": "bar", "name": _text(bars.name)}
     trace |= {"x": _column(bars.x), "y": _column(bars.height)}
     trace |= {"marker": {"color": colours[bars.colour], "line": {"width": 0}}, "showlegend": bool(bars.name)}
     if bars.width is not None:
         trace["width"] = _column(bars.width)
-    return trace | {"hovertemplate": "%{y:.4g}"}
+    return trace | {"hovertemplate": "%{y:,.6~g}"}
 
 
 def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, str], ground: str) -> None:
@@ -121,7 +122,7 @@ def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, st
     layout["shapes"].append(shape | {f"{across}0": 0, f"{across}1": 1, f"{across}ref": "paper"})
     if not mark.text:
         return
-    words = {"text": html.escape(mark.text), "showarrow": False, "font": {"size": 11, "color": line["color"]}}
+    words = {"text": _text(mark.text), "showarrow": False, "font": {"size": 11, "color": line["color"]}}
     words["bgcolor"] = _faint(ground, 0.88)  # it may lie over a bar
     at = math.log10(at) if on.log else at  # plotly.js takes a shape's place as a value, and a word's as its logarithm
     if axis == "x":
@@ -131,9 +132,10 @@ def _mark(layout: dict[str, Any], mark: Mark, on: Axis, colours: dict[Colour, st
     layout["annotations"].append(words | place)
 
 
-def _axis(axis: Axis, ink: str, grid: str) -> dict[str, Any]:
+def _axis(axis: Axis, ink: str, grid: str, reach: tuple[float, float] | None) -> dict[str, Any]:
+    """What plotly.js takes for an axis on which values reach from and to; of ``log`` ones the logarithms do."""
     found: dict[str, Any] = {
-        "title": {"text": html.escape(axis.title), "standoff": 6, "font": {"size": 12}},
+        "title": {"text": _text(axis.title), "standoff": 6, "font": {"size": 12}},
         "gridcolor": grid,
         "linecolor": grid,
         "zeroline": False,
@@ -141,17 +143,23 @@ def _axis(axis: Axis, ink: str, grid: str) -> dict[str, Any]:
         "tickfont": {"size": 11, "color": ink},
     }
     if axis.log:
-        found |= {"type": "log", "dtick": 1} if not axis.ticks else {"type": "log"}
+        found["type"] = "log"
     if axis.ticks:
         places = [place for place, _ in axis.ticks]
-        found |= {"tickmode": "array", "tickvals": places, "ticktext": [html.escape(text) for _, text in axis.ticks]}
+        found |= {"tickmode": "array", "tickvals": places, "ticktext": [_text(text) for _, text in axis.ticks]}
         # costs a second layout of the figure, so only where words need the room
         found["automargin"] = max(len(text) for _, text in axis.ticks) > 5
-    elif axis.whole:
-        found |= {"tickformat": "d"}
     low, high = axis.low, axis.high
     if axis.log:
         low, high = (None if one is None or one <= 0 else math.log10(one) for one in (low, high))
+    least, most = reach or (0.0, 0.0)
+    wide = (most if high is None else high) - (least if low is None else low)
+    if axis.log and not axis.ticks:
+        found |= _log_marks(least if low is None else low, wide)
+    elif axis.whole and not axis.ticks:
+        found["tickformat"] = ",d"
+        if wide <= _FEW:
+            found |= {"tick0": 0, "dtick": 1}  # else plotly.js marks halves, which are then written as wholes
     if axis.down:
         found |= {"range": [high, low]} if None not in (low, high) else {"autorange": "reversed"}
     elif low is not None or high is not None:
@@ -159,12 +167,35 @@ def _axis(axis: Axis, ink: str, grid: str) -> dict[str, Any]:
     return found
 
 
-def _decades(chart: Chart) -> float:
-    """Powers of ten that curves and bands reach over."""
-    drawn = [one.y for one in chart.lines] + [end for one in chart.bands for end in (one.low, one.high)]
-    known = [values[np.isfinite(values) & (values > 0)] for values in map(np.asarray, drawn)]
-    ends = [math.log10(end) for values in known if values.size for end in (values.min(), values.max())]
-    return max(ends) - min(ends) if ends else 0.0
+def _log_marks(first: float, decades: float) -> dict[str, Any]:
+    """Marks of an axis over so many powers of ten from ``first`` on, so that two at least have a number."""
+    if decades >= 2:
+        return {"dtick": 1}
+    if 1e-9 < decades < 0.8:
+        return {}  # plotly.js marks even steps with whole numbers; further on with a digit, a 2 for 20
+    # of a single value it shows a power of ten to each side
+    powers = range(math.floor(first) - 1, math.ceil(first + decades) + 2)
+    places = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    return {"tickmode": "array", "tickvals": places, "ticktext": [f"{place:,.6g}" for place in places]}
+
+
+def _reach(chart: Chart, axis: Literal["x", "y"]) -> tuple[float, float] | None:
+    """Least and largest of what is drawn along an axis, of a logarithmic one their logarithms; None of nothing."""
+    on = getattr(chart, axis)
+    drawn: list[ArrayLike] = [getattr(one, axis) for one in chart.lines]
+    for band in chart.bands:
+        drawn += [band.x] if axis == "x" else [band.low, band.high]
+    drawn += [one.x if axis == "x" else one.height for one in chart.bars]
+    drawn += [[mark.at] for mark in chart.marks if mark.axis == axis and not mark.moves]
+    if chart.heatmap is not None:
+        rows, columns = np.asarray(chart.heatmap.values).shape
+        first, count = (chart.heatmap.x0, columns) if axis == "x" else (chart.heatmap.y0, rows)
+        drawn.append([first - 0.5, first + count - 0.5])
+    known = [values[np.isfinite(values) & ((values > 0) | (not on.log))] for values in map(np.asarray, drawn)]
+    ends = [float(end) for values in known if values.size for end in (values.min(), values.max())]
+    if not ends:
+        return None
+    return (math.log10(min(ends)), math.log10(max(ends))) if on.log else (min(ends), max(ends))
 
 
 def _heatmap(heatmap: Heatmap, chart: Chart, dark: bool) -> list[dict[str, Any]]:
@@ -173,18 +204,18 @@ def _heatmap(heatmap: Heatmap, chart: Chart, dark: bool) -> list[dict[str, Any]]
     picked = np.linspace(0, len(colours) - 1, 33).round().astype(int)
     scale = [[i / 32, "rgb({},{},{})".format(*colours[at])] for i, at in enumerate(picked.tolist())]
     ticks = scale_ticks(heatmap)
-    what = html.escape(f"{heatmap.what} ({heatmap.unit})" if heatmap.unit else heatmap.what)
+    what = _text(f"{heatmap.what} ({heatmap.unit})" if heatmap.unit else heatmap.what)
     bar = {
         "title": {"text": what, "side": "right", "font": {"size": 11}},
         "tickvals": [place for place, _ in ticks],
-        "ticktext": [html.escape(text) for _, text in ticks],
+        "ticktext": [_text(text) for _, text in ticks],
         "tickfont": {"size": 10},
         "thickness": 10,
         "outlinewidth": 0,
         "xpad": 4,
         "len": 1.0,
     }
-    where = f"{html.escape(chart.y.label or 'row')} %{{y}}, {html.escape(chart.x.label or 'column')} %{{x}}"
+    where = f"{_text(chart.y.label or 'row')} %{{y}}, {_text(chart.x.label or 'column')} %{{x}}"
     if values.size <= _CELLS_WITH_VALUES:
         trace: dict[str, Any] = {"type": "heatmap", "z": [_list(row) for row in heatmap.places()], "zmin": 0, "zmax": 1}
         trace |= {"text": [[f"{one:.4g}" if math.isfinite(one) else "none" for one in row] for row in values.tolist()]}
@@ -220,6 +251,11 @@ def _list(values: ArrayLike | None) -> list[float | None]:
     return found
 
 
+def _text(words: str) -> str:
+    """Words for plotly.js, which takes them for markup, and knows no entity of a quotation mark."""
+    return html.escape(words, quote=False)
+
+
 def _faint(colour: str, opacity: float) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
@@ -231,4 +267,4 @@ def _words(text: str, width: int) -> str:
         if lines[-1] and len(lines[-1]) + len(word) >= width:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
-    return "<br>".join(html.escape(line) for line in lines)
+    return "<br>".join(_text(line) for line in lines)
