@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -405,7 +406,7 @@ def test_figures_and_their_data_are_saved(run: Path) -> None:
     png = get("/export/max-vio.png?page=balance&runs=0")
     assert png.status_code == 200 and png.data[:4] == b"\x89PNG" and png.content_type == "image/png"
     svg = get("/export/heat.svg?page=balance&runs=0&step=50&what=bias&order=value")
-    assert b"<svg" in svg.data and 'filename="heat-step-50.svg"' in svg.headers["Content-Disposition"]
+    assert b"<svg" in svg.data and 'filename="good-heat-step-50.svg"' in svg.headers["Content-Disposition"]
     table = get("/export/heat.csv?page=balance&runs=0&step=60").text.splitlines()
     assert len(table) == 1 + SIZE.layers and len(table[1].split(",")) == 1 + SIZE.experts
     assert get("/export/loss.csv?page=training&runs=0").status_code in (200, 404)
@@ -424,6 +425,82 @@ def test_figures_and_their_data_are_saved(run: Path) -> None:
         found = get(path)  # any other address is the page itself, or there is none
         assert found.status_code == 404 or "_dash-renderer" in found.text
         assert "root:" not in found.text and inside not in found.text
+
+
+def test_saved_files_say_of_which_run_they_are(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / 'my "run" <1> é')
+    client = dash_app.build([tmp_path]).server.test_client()
+    kept = {}
+    for kind in ("svg", "csv"):
+        found = client.get(f"/export/dead.{kind}?page=balance&runs=0&step=19", base_url="http://127.0.0.1")
+        assert found.headers["Content-Disposition"] == f'attachment; filename="my-run-1-dead-step-19.{kind}"'
+        kept[kind] = found.text
+    assert 'my "run" &lt;1&gt; é' in kept["svg"] and kept["csv"].startswith("series,steps,")
+
+
+def test_off_the_balance_page_the_losses_may_be_further_than_the_recorder(run: Path) -> None:
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 65, "loss": 1.0}\n')
+    last = {page: json.loads(shown(run, page=page)) for page in PAGES}
+    assert {page: (one["span"][1], one["steps"]) for page, one in last.items()} == {
+        page: (60, [60]) if page == "balance" else (65, [65]) for page in PAGES
+    }
+    assert last["training"]["newest"] == "newest step 65"
+    assert parts(last["training"])["training-loss-0"]["over"] == [1, 65]  # between them the page keeps its line
+    assert parts(last["balance"])["dead-0"]["over"] == [10, 60] and not parts(last["balance"])["heat-0"]["over"]
+    client = dash_app.build([run]).server.test_client()
+    saved = client.get("/export/training-loss.csv?page=training&runs=0&step=64", base_url="http://127.0.0.1")
+    assert "good-training-loss-step-64.csv" in saved.headers["Content-Disposition"]
+
+
+def test_how_long_a_run_has_been_silent_is_told_unless_it_is_over(run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "planned_steps": 100}))
+    then = time.time() - 240
+    os.utime(run / "metrics.jsonl", (then, then))
+    ((who, seconds),) = json.loads(shown(run))["silent"]
+    assert who == "" and 239 <= seconds < 300
+    with open(run / "events.jsonl", "a") as file:
+        file.write('{"kind": "interrupted", "step": 60}\n')
+    assert json.loads(shown(run))["silent"] == []
+    with open(run / "events.jsonl", "a") as file:
+        file.write('{"kind": "resume", "step": 60}\n')
+    assert len(json.loads(shown(run))["silent"]) == 1
+    (run / "run.json").write_text(json.dumps({**record, "planned_steps": 60}))
+    assert json.loads(shown(run))["silent"] == []
+
+
+def test_an_address_names_runs_step_and_layer(run: Path) -> None:
+    shutil.copytree(run, run.parent / "later")
+    client = dash_app.build([run.parent]).server.test_client()
+    found = get(client, run="later", beside="good", step=19, layer=1).get_json()
+    assert found["heading"] == "Balance: later beside good" and found["named"] == ["later", "good"]
+    assert found["steps"] == [19, 19] and "layer 1" in parts(found)["dead-0"]["title"]
+    first = get(client).get_json()["heading"]
+    for words in ({"run": HOSTILE}, {"run": "../good"}, {"beside": "later"}, {"run": ""}):
+        assert get(client, **words).get_json()["heading"] == first
+    assert get(client, run="later", beside="later").get_json()["heading"] == "Balance: later"
+
+    def controls(query: str) -> dict[str, Any]:
+        known: dict[str, Any] = {}
+
+        def walk(one: Any) -> None:
+            for part in one if isinstance(one, list) else [one]:
+                if isinstance(part, dict):
+                    known.setdefault(part.get("props", {}).get("id", ""), part.get("props", {}))
+                    walk(part.get("props", {}).get("children"))
+
+        header = {"Referer": f"http://127.0.0.1/{query}"}
+        walk(client.get("/_dash-layout", base_url="http://127.0.0.1", headers=header).get_json())
+        return {name: known[name].get("value") for name in ("run-a", "run-b", "step", "follow", "layer")}
+
+    by_name = {label: i for i, label in enumerate(Runs([run.parent]).labels)}
+    linked = {"run-a": by_name["later"], "run-b": by_name["good"], "step": 19, "follow": [], "layer": 1}
+    assert controls("?run=later&beside=good&step=19&layer=1") == linked
+    plain = {"run-a": 0, "run-b": None, "step": 60, "follow": ["on"], "layer": -1}
+    for query in ("", "?run=%3Cb%3E&step=x&layer=99", "?step=-1&layer=[]&beside=later", "gates?layer="):
+        assert controls(query) == plain
+    assert controls("?step=999")["step"] == 60
 
 
 def test_only_reading_is_answered(run: Path) -> None:

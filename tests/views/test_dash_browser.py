@@ -199,6 +199,49 @@ def test_two_runs_beside_each_other_and_every_page(browser: Any, served: tuple[s
     opened.done()
 
 
+def test_a_view_survives_a_reload_and_can_be_linked(browser: Any, served: tuple[str, Path]) -> None:
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0] + "/?run=gamma&step=11&layer=2", 8)
+    opened.wait("document.querySelector('#step-text').innerText === 'step 11 of 40'")
+    assert page.locator("h1").inner_text() == "Balance: gamma"
+    assert "Load of the experts of layer 2, step 11" in page.inner_text("#figures")
+    assert not page.locator("#follow input").is_checked()
+    page.locator("#step").focus()
+    page.keyboard.press("ArrowRight")
+    opened.wait("location.search === '?run=gamma&step=12&layer=2'")
+    page.reload()
+    opened.wait("document.querySelectorAll('.js-plotly-plot').length >= 8")
+    opened.wait("document.body.innerText.includes('Load of the experts of layer 2, step 12')")
+    page.get_by_role("navigation").get_by_text("Training").click()
+    opened.wait("document.querySelector('h1').innerText === 'Training: gamma'")
+    opened.wait("location.pathname + location.search === '/training?run=gamma&step=12&layer=2'")
+    page.locator("#follow input").check()
+    opened.wait("location.search === '?run=gamma&layer=2'")
+    page.go_back()
+    opened.wait("document.querySelector('h1').innerText === 'Balance: gamma'")
+    opened.done()
+
+
+def test_a_server_that_is_gone_is_told_and_found_again(browser: Any, served: tuple[str, Path]) -> None:
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0], 8)
+    refused: list[int] = []
+
+    def refuse(route: Any) -> None:
+        refused.append(1)
+        route.abort() if len(refused) < 3 else route.fulfill(status=403, body="no")
+
+    page.route("**/figures?*", refuse)
+    opened.wait("/^connection lost, last answer \\d\\d:\\d\\d$/.test(document.querySelector('#live').innerText)")
+    while len(refused) < 5:
+        page.wait_for_timeout(100)
+    assert page.locator("#live").inner_text().startswith("connection lost") and page.evaluate(CONTRAST) == []
+    page.unroute("**/figures?*")
+    opened.wait("document.querySelector('#live').innerText === 'newest step 40'")
+    assert len(opened.errors) == len(refused) and opened.elsewhere == []
+    opened.context.close()
+
+
 def test_figures_are_drawn_when_they_come_into_sight(browser: Any, served: tuple[str, Path]) -> None:
     opened = Opened(browser, served[0], height=700)
     page = opened.goto(served[0], 1)

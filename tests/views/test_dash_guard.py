@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flask import Flask
 
 from trine import _dash_verb
 from trine.train.errors import RunError
@@ -219,3 +220,18 @@ def test_empty_names_are_refused(
         assert not isinstance(error.value, RunError)
     assert _dash_verb.main([".", "--port", "0"], lambda _: None) == 0
     assert capsys.readouterr().out.startswith("dashboard at http://127.0.0.1:")
+
+
+def test_a_question_that_never_ends_does_not_hold_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dash_guard, "_PATIENCE", 0.2)
+    server = dash_guard.bind(Flask("trine"), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as half:
+            half.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+            assert half.recv(100) == b""  # shut by the server
+    finally:
+        server.shutdown()
+        thread.join(10)
+        server.server_close()

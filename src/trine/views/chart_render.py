@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from trine.views.chart import Axis, Chart, Colour, Heatmap, Mark
+from trine.views.chart import Axis, Chart, Colour, Heatmap, Mark, plain
 from trine.views.heatmap import palette, scale_ticks, shades
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ _DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 3)), "dot": (0, (1.2, 2
 _FIRST_OF_A_FORMULA = ("=", "+", "-", "@")
 
 
-def to_matplotlib(chart: Chart, width: float = 7.2) -> Figure:
-    """The figure, drawn without pyplot, so nothing global changes. ``width`` in inches."""
+def to_matplotlib(chart: Chart, width: float = 7.2, of: str = "") -> Figure:
+    """The figure, drawn without pyplot, so nothing global changes. ``width`` in inches; ``of`` stands over the rest."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -55,6 +55,8 @@ def to_matplotlib(chart: Chart, width: float = 7.2) -> Figure:
         figure = Figure(figsize=(width * (1.5 if chart.wide else 1.0), tall), dpi=150, layout="constrained")
         axes = figure.subplots()
         axes.set_title(chart.title)
+        if of:
+            figure.suptitle(plain(of, 80), fontsize=8, color=ON_WHITE["grey"])
         if chart.empty:
             axes.set_axis_off()
             axes.text(0.5, 0.5, chart.empty, ha="center", va="center", wrap=True, transform=axes.transAxes)
@@ -195,8 +197,8 @@ def _cell(text: str) -> str:
     return f"'{text}" if text.startswith(_FIRST_OF_A_FORMULA) else text
 
 
-def export(chart: Chart, format: Format) -> bytes:
-    """The figure as a PNG or SVG file, or its data as CSV.
+def export(chart: Chart, format: Format, of: str = "") -> bytes:
+    """The figure as a PNG or SVG file, or its data as CSV; ``of`` stands over the title of a picture.
 
     Raises:
         ValueError: no such format.
@@ -205,17 +207,17 @@ def export(chart: Chart, format: Format) -> bytes:
         return to_csv(chart).encode("utf-8")
     if format not in FORMATS:
         raise ValueError(f"format: found {format!r}, need one of {', '.join(FORMATS)}")
-    return _DRAWER.submit(_drawn, chart, format).result()
+    return _DRAWER.submit(_drawn, chart, format, of).result()
 
 
-def _drawn(chart: Chart, format: Format) -> bytes:
+def _drawn(chart: Chart, format: Format, of: str) -> bytes:
     import matplotlib as mpl
 
     found = io.BytesIO()
     fixed: dict[str, Any] = {"Software": None} if format == "png" else {"Date": None}
     with mpl.rc_context({"svg.hashsalt": "trine", "svg.fonttype": "none"}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name may have characters that the font lacks
-        figure = to_matplotlib(chart)
+        figure = to_matplotlib(chart, of=of)
         figure.savefig(found, format=format, metadata=fixed)
         figure.clear()  # its parts know each other: they would stay until the collector looks
     return found.getvalue()

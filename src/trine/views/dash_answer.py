@@ -60,7 +60,10 @@ class Asked:
     @classmethod
     def of(cls, runs: Runs, words: Mapping[str, str]) -> Asked:
         """From the words of an address."""
-        numbers = [whole(one) for one in words["runs"].split(",")] if "runs" in words else list(runs.opening())
+        if "runs" in words:
+            numbers = [whole(one) for one in words["runs"].split(",")]
+        else:
+            numbers = list(linked(runs, words))
         sides = [one for one in numbers if one is not None and one < len(runs)] or list(runs.opening())[:1]
         have = [one.rpartition(":") for one in words.get("have", "").split(",")]
         return cls(
@@ -76,6 +79,14 @@ class Asked:
         )
 
 
+def linked(runs: Runs, words: Mapping[str, str]) -> tuple[int, ...]:
+    """The runs that an address names, ``run`` and ``beside``; what the page opens with where it names none."""
+    first, second = runs.named(words.get("run")), runs.named(words.get("beside"))
+    if first is None:
+        return runs.opening()
+    return (first,) if second in (None, first) else (first, second)
+
+
 def answer(runs: Runs, asked: Asked, busy: bool = False) -> bytes | None:
     """JSON for the page, which is to look less often when ``busy``; None when it looks and there is nothing new."""
     version = _mark([runs.version(side) for side in asked.sides])
@@ -83,18 +94,20 @@ def answer(runs: Runs, asked: Asked, busy: bool = False) -> bytes | None:
         return None
     kinds = {"step"} if asked.moved and asked.seen == version else {"step", "time"}
     names = [runs.runs[side].name for side in asked.sides]
-    spans = [span for span in map(runs.span, asked.sides) if span is not None]
+    spans = [span for side in asked.sides if (span := runs.span(side, asked.page)) is not None]
     low, high = (min(one[0] for one in spans), max(one[1] for one in spans)) if spans else (1, 1)
-    views = [view_of(runs, side, asked.values) for side in asked.sides]
+    views = [view_of(runs, side, asked.values, asked.page) for side in asked.sides]
     sizes = runs.data(asked.sides[0]).sizes if asked.sides else None
     found: Json = {
         "version": version,
         "heading": f"{PAGES[asked.page]}: {' beside '.join(names)}" if names else PAGES[asked.page],
         "newest": f"newest step {high:,}" if spans else "no step yet",
+        "silent": _silent(runs, asked.sides, names),
         "span": [low, high],
         "steps": [view.step for view in views],
         "layers": sizes[0] if sizes else 0,
         "known": runs.mark,
+        "named": [runs.labels[side] for side in asked.sides] if len(runs) > 1 else [],
         "busy": busy,
         "notes": _notes(runs, asked.sides),
         "tiles": _tiles(runs, asked.sides, views) if asked.page == "balance" else [],
@@ -115,10 +128,10 @@ def cell(runs: Runs, asked: Asked, row: int, column: int) -> str:
     return cell_words(runs.data(asked.sides[0]), view.step, view.what, view.order, row, column)
 
 
-def view_of(runs: Runs, number: int, values: Mapping[str, Any]) -> View:
+def view_of(runs: Runs, number: int, values: Mapping[str, Any], page: str = "balance") -> View:
     """What is looked at; of a run that ends earlier its last step."""
     view = View.of(values)
-    span = runs.span(number)
+    span = runs.span(number, page)
     step = span[1] if span is not None else None
     if span is not None and view.step is not None:
         step = min(max(view.step, span[0]), span[1])
@@ -209,7 +222,7 @@ def _part(asked: Asked, chart: Chart, place: int, view: View, who: str) -> Json:
         "height": plot["layout"]["height"],
         "wide": chart.wide,
         "timed": kind_of(asked.page, chart.key) == "time",
-        "over": chart.x == STEPS and chart.heatmap is None and not chart.empty,
+        "over": _steps_of(chart),
         "query": "" if chart.empty else _query(asked, asked.sides[place], view),
     }
     if chart.key == "heat" and chart.heatmap is not None:
@@ -227,6 +240,17 @@ def _part(asked: Asked, chart: Chart, place: int, view: View, who: str) -> Json:
     return part
 
 
+def _steps_of(chart: Chart) -> list[float] | None:
+    """First and last step of a figure over steps; None of others. The line at a step stays between them."""
+    if chart.x != STEPS or chart.heatmap is not None or chart.empty:
+        return None
+    ends = [
+        float(end) for one in (*chart.lines, *chart.bands) if (x := np.asarray(one.x)).size for end in (x[0], x[-1])
+    ]
+    known = [end for end in ends if np.isfinite(end)]
+    return [min(known), max(known)] if known else None
+
+
 def _query(asked: Asked, number: int, view: View) -> str:
     """What is looked at, as the words of an address."""
     words: Json = {"page": asked.page, "runs": number, "what": view.what, "order": view.order, "ranks": view.ranks}
@@ -235,6 +259,12 @@ def _query(asked: Asked, number: int, view: View) -> str:
 
 
 # -- words and tables ------------------------------------------------------------------------------------------------
+
+
+def _silent(runs: Runs, sides: tuple[int, ...], names: list[str]) -> list[list[Any]]:
+    """Of each run that is not over: its name where there are two, and the seconds since its newest step."""
+    found = [(name if len(names) > 1 else "", runs.silence(side)) for side, name in zip(sides, names, strict=True)]
+    return [[name, round(seconds, 1)] for name, seconds in found if seconds is not None]
 
 
 def _notes(runs: Runs, sides: tuple[int, ...]) -> list[str]:

@@ -8,18 +8,19 @@ made at the start.
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from trine.views import dash_guard
 from trine.views.chart_render import FORMATS, export
-from trine.views.dash_answer import Asked, Machine, answer, cell, run_options, view_of
+from trine.views.dash_answer import Asked, Machine, answer, cell, linked, run_options, view_of
 from trine.views.dash_script import THEME
-from trine.views.dash_state import PAGES, Runs, whole
+from trine.views.dash_state import PAGES, Runs, View, whole
 from trine.views.dash_style import PAGE
 
 try:
@@ -74,10 +75,14 @@ def _layout(runs: Runs) -> Any:
     """The page with its controls; the figures come into ``figures`` by the script, and Dash knows nothing of them."""
     from flask import has_request_context, request
 
-    asked = urlsplit(request.referrer or "").path if has_request_context() else ""
+    # The page's own address comes with the question for its controls; what it chooses is checked like any other.
+    from_page = urlsplit(request.referrer or "") if has_request_context() else urlsplit("")
+    asked = from_page.path
+    words = dict(parse_qsl(from_page.query))
+    page = asked.strip("/") if asked.strip("/") in PAGES else "balance"
     dark = has_request_context() and request.cookies.get("trine_theme") == "dark"
-    sides = runs.opening()
-    spans = [one for one in map(runs.span, sides) if one is not None]
+    sides, view = linked(runs, words), View.of(words)
+    spans = [one for side in sides if (one := runs.span(side, page)) is not None]
     span = (min(one[0] for one in spans), max(one[1] for one in spans)) if spans else (1, 1)
     button = html.Button("Light" if dark else "Dark", id="theme-button", **_aria(label="Switch between light and dark"))
     right = html.Div([html.Span("", id="live", className="live", role="status"), button], className="right")
@@ -91,14 +96,16 @@ def _layout(runs: Runs) -> Any:
         html.Div(id="tables"),
     ]
     # Given its path it does not report it, which would draw everything twice.
-    address = dcc.Location(id="address", pathname=asked) if asked else dcc.Location(id="address")
+    # Without refresh: the script writes what is chosen into the address, which is no reason to load it anew.
+    given = {"pathname": asked} if asked else {}
+    address = dcc.Location(id="address", refresh=False, **given)
     return html.Div(
         [
             address,
             dcc.Store(id="theme", data="dark" if dark else "light"),
             dcc.Store(id="watching"),
             html.Header([brand, pages, right]),
-            _controls(runs, sides, span),
+            _controls(runs, sides, span, view),
             html.Main(body, id="main", tabIndex="-1"),
         ]
     )
@@ -109,7 +116,7 @@ def _aria(**words: str) -> Any:
     return {f"aria-{name}": text for name, text in words.items()}
 
 
-def _controls(runs: Runs, sides: tuple[int, ...], span: tuple[int, int]) -> Any:
+def _controls(runs: Runs, sides: tuple[int, ...], span: tuple[int, int], view: View) -> Any:
     def labelled(text: str, control: Any, name: str = "") -> Any:
         label = html.Label(text, htmlFor=control.id, id=f"{control.id}-label")
         return html.Div([label, control], className=f"control {name}")
@@ -118,14 +125,18 @@ def _controls(runs: Runs, sides: tuple[int, ...], span: tuple[int, int]) -> Any:
         radio = dcc.RadioItems(values, next(iter(values)), id=name, className="choices", inline=True)
         return html.Fieldset([html.Legend(text), radio], className="control balance-only")
 
-    step = dcc.Input(id="step", type="range", min=span[0], max=span[1], step=1, value=span[1])
+    at = span[1] if view.step is None else min(max(view.step, span[0]), span[1])
+    step = dcc.Input(id="step", type="range", min=span[0], max=span[1], step=1, value=at)
     said = html.Output("", id="step-text", htmlFor="step", className="stepvalue")
     options, second = run_options(runs), sides[1] if len(sides) > 1 else None
+    sizes = runs.data(sides[0]).sizes if sides and view.layer is not None else None
+    layer = view.layer if sizes is not None and view.layer is not None and view.layer < sizes[0] else -1
     layers = [{"value": -1, "label": "all layers"}]
+    layers += [{"value": layer, "label": f"layer {layer}"}] if layer >= 0 else []
     ranks = [{"value": one, "label": str(one) if one else "the run's"} for one in _RANKS]
     return html.Div(
         [
-            labelled("Run", dcc.Dropdown(options, 0, id="run-a", clearable=False), "run"),
+            labelled("Run", dcc.Dropdown(options, sides[0] if sides else 0, id="run-a", clearable=False), "run"),
             labelled("Beside it", dcc.Dropdown(options, second, id="run-b", placeholder="no other run"), "run"),
             html.Div(
                 [
@@ -137,13 +148,16 @@ def _controls(runs: Runs, sides: tuple[int, ...], span: tuple[int, int]) -> Any:
             html.Fieldset(
                 [
                     html.Legend("Live"),
-                    dcc.Checklist({"on": "follow"}, ["on"], id="follow", className="choices", inline=True),
+                    dcc.Checklist(
+                        {"on": "follow"}, ["on"] if view.step is None else [],
+                        id="follow", className="choices", inline=True,
+                    ),
                 ],
                 className="control",
             ),
             choice("Heatmap", "what", {"load": "load", "bias": "bias", "saturation": "saturation"}),
             choice("Experts by", "order", {"number": "number", "value": "value"}),
-            labelled("Layer", dcc.Dropdown(layers, -1, id="layer", clearable=False), "layer balance-only"),
+            labelled("Layer", dcc.Dropdown(layers, layer, id="layer", clearable=False), "layer balance-only"),
             labelled("Ranks", dcc.Dropdown(ranks, 0, id="ranks", clearable=False), "layer balance-only"),
         ],
         className="controls",
@@ -219,13 +233,13 @@ def _addresses(app: Any, runs: Runs, busy: Callable[[], bool]) -> None:
         page, number = asked.get("page", "balance"), whole(asked.get("runs"))
         if kind not in FORMATS or page not in PAGES or number is None or runs.run(number) is None:
             return dash_guard.sentence("There is no such figure.", 404)
-        view = view_of(runs, number, asked)
+        view, run = view_of(runs, number, asked, page), runs.runs[number].name
         chart = next((one for one in runs.charts(page, number, view) if one.key == key), None)
         if chart is None or chart.empty:
             return dash_guard.sentence(f"There is nothing to save: {chart.empty if chart else 'no such figure.'}", 404)
-        name = f"{chart.key}{'' if view.step is None else f'-step-{view.step}'}.{kind}"
+        name = f"{_cleaned(run)}-{chart.key}{'' if view.step is None else f'-step-{view.step}'}.{kind}"
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-        return Response(export(chart, kind), mimetype=None, content_type=_TYPES[kind], headers=headers)  # type: ignore[arg-type]
+        return Response(export(chart, kind, run), mimetype=None, content_type=_TYPES[kind], headers=headers)  # type: ignore[arg-type]
 
     @app.server.get("/metrics")
     def metrics() -> Any:
@@ -233,6 +247,11 @@ def _addresses(app: Any, runs: Runs, busy: Callable[[], bool]) -> None:
 
         look()  # there may be no page open that does
         return Response(metrics_text(runs.runs), content_type=CONTENT_TYPE)
+
+
+def _cleaned(name: str) -> str:
+    """A run's name as part of a file's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or "run"
 
 
 def serve(app: Any, host: str, port: int) -> Any:

@@ -17,6 +17,8 @@ from trine.views.dash_state import PAGES
 _COOKIE = "trine_token"
 MOST_BYTES = 1 << 20
 """Of what a visitor sends. The page itself asks with addresses only."""
+_PATIENCE = 20.0
+"""Seconds that a visitor may keep a thread waiting for the rest of a question, or for the next one."""
 _CALLBACK = "/_dash-update-component"
 _PARTS = "/_dash-component-suites/"
 _POLICY = (
@@ -137,7 +139,10 @@ def bind(server: Any, host: str, port: int) -> Any:
     Raises:
         ValueError: the address cannot be had; says which of host and port to change.
     """
-    from werkzeug.serving import make_server
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Handler(WSGIRequestHandler):
+        timeout = _PATIENCE
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     if not host.strip():
@@ -155,7 +160,7 @@ def bind(server: Any, host: str, port: int) -> Any:
             raise ValueError(_why_not(error, host, port)) from error
         except (TypeError, ValueError) as error:  # no name at all
             raise ValueError(f"host: {host!r} is no address ({error})") from error
-        return make_server(host, port, server, threaded=True, fd=bound.fileno())
+        return make_server(host, port, server, threaded=True, request_handler=Handler, fd=bound.fileno())
 
 
 def _why_not(error: OSError, host: str, port: int) -> str:

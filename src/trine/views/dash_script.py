@@ -13,9 +13,11 @@ window.trine = (() => {
   // What is chosen; step is '' while the newest is followed.
   const chosen = {page: named(location.pathname), runs: null, step: '', layer: '', what: 'load', order: 'number',
     ranks: '0', expert: '', theme: document.documentElement.dataset.theme};
+  const link = new URLSearchParams(location.search);  // as a link or a reload has it
+  for (const name of ['step', 'layer']) { if (/^\d{1,15}$/.test(link.get(name))) { chosen[name] = link.get(name); } }
   // What is on the page.
   const shown = {version: '', fixed: '', keys: '', span: null, steps: [], known: '', layers: -1, words: {}, cost: 0,
-    busy: false, parts: new Map()};
+    busy: false, parts: new Map(), newest: '', silent: [], taken: 0, lost: false, answered: null};
   const CONFIG = {displayModeBar: false, displaylogo: false, responsive: true, scrollZoom: false};
   const FORMATS = ['png', 'svg', 'csv'];
   const byId = id => document.getElementById(id);
@@ -48,6 +50,7 @@ window.trine = (() => {
       if (chosen[name] !== '') { words.set(name, chosen[name]); }
     }
     if (chosen.runs) { words.set('runs', chosen.runs.join()); }
+    else { for (const name of ['run', 'beside']) { if (link.has(name)) { words.set(name, link.get(name)); } } }
     if (shown.version) {
       words.set('seen', shown.version);
       words.set('have', [...shown.parts].map(([id, part]) => id + ':' + part.mark).join());
@@ -75,11 +78,14 @@ window.trine = (() => {
     try {
       answer = await (first || ask(from));
     } catch (error) {
-      words('live', 'no answer: is trine dash still running?');
+      shown.lost = true;
+      tellLive();
       return;
     } finally {
       first = null;
     }
+    Object.assign(shown, {lost: false, answered: new Date()});
+    tellLive();
     if (answer) {
       shown.fixed = fixed;
       take(answer);
@@ -95,16 +101,51 @@ window.trine = (() => {
     while (true) {
       await new Promise(done => setTimeout(done, every));
       const pause = shown.busy ? Math.min(50 * shown.cost, 20000) : 0;
-      if (document.hidden || draw.busy || !shown.version || performance.now() - last < pause) { continue; }
-      await draw(true);
+      tellLive();
+      if (document.hidden || draw.busy || performance.now() - last < pause) { continue; }
+      await draw(Boolean(shown.version));
       last = performance.now();
     }
   }
 
   // -- taking an answer in -------------------------------------------------------------------------------------------
 
+  // What stands at the top: whether the server answers, the newest step, and how long a run has been silent.
+  function tellLive() {
+    const one = byId('live');
+    if (!one) { return; }
+    one.classList.toggle('lost', Boolean(shown.lost));
+    if (shown.lost) {
+      const at = shown.answered, two = number => String(number).padStart(2, '0');
+      words('live', 'connection lost, ' +
+        (at ? 'last answer ' + two(at.getHours()) + ':' + two(at.getMinutes()) : 'is trine dash running?'));
+      return;
+    }
+    const since = (performance.now() - shown.taken) / 1000;
+    const quiet = shown.silent.map(([who, seconds]) => [who, seconds + since]).filter(([, seconds]) => seconds >= 60)
+      .map(([who, seconds]) => ', last step ' + (who ? 'of ' + who + ' ' : '') + age(seconds) + ' ago');
+    words('live', shown.newest + quiet.join(''));
+  }
+
+  function age(seconds) {
+    const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
+    return minutes < 60 ? minutes + ' min' : hours < 48 ? hours + ' h' : Math.floor(hours / 24) + ' days';
+  }
+
+  // Run, second run, step and layer stand in the address, so that a view can be linked and survives a reload.
+  function writeAddress(named) {
+    const found = new URLSearchParams();
+    ['run', 'beside'].forEach((name, i) => { if (named[i] !== undefined) { found.set(name, named[i]); } });
+    for (const name of ['step', 'layer']) { if (chosen[name] !== '') { found.set(name, chosen[name]); } }
+    const text = String(found), to = location.pathname + (text ? '?' + text : '') + location.hash;
+    if (to !== location.pathname + location.search + location.hash) { history.replaceState(history.state, '', to); }
+  }
+
   function take(answer) {
-    Object.assign(shown, {version: answer.version, busy: answer.busy, steps: answer.steps});
+    Object.assign(shown, {version: answer.version, busy: answer.busy, steps: answer.steps, newest: answer.newest,
+      silent: answer.silent, taken: performance.now()});
+    tellLive();
+    if (chosen.runs) { writeAddress(answer.named); }
     words('heading', answer.heading);
     list('notes', answer.notes, () => answer.notes.map(one => make('p', '', one)));
     list('tiles', answer.tiles, () => tiles(answer.tiles));
@@ -116,7 +157,6 @@ window.trine = (() => {
   }
 
   function controls(answer) {
-    words('live', answer.newest);
     shown.known = answer.known;
     if (answer.runs) {
       set('run-a', {options: answer.runs});
@@ -127,11 +167,12 @@ window.trine = (() => {
       const layers = [...Array(answer.layers).keys()].map(one => ({value: one, label: 'layer ' + one}));
       set('layer', {options: [{value: -1, label: 'all layers'}, ...layers]});
     }
-    const [low, high] = answer.span, moved = chosen.step === '' || Number(chosen.step) < low;
+    const [low, high] = answer.span;
+    const at = chosen.step === '' ? high : Math.min(Math.max(Number(chosen.step), low), high);
     if (String(shown.span) !== String(answer.span)) {
       shown.span = answer.span;
-      set('step', {min: low, max: high, ...(moved ? {value: chosen.step === '' ? high : low} : {})});
-      stepText(moved ? high : chosen.step);
+      set('step', {min: low, max: high, ...(String(at) === chosen.step ? {} : {value: at})});
+      stepText(at);
     } else if (chosen.step === '' && Number(byId('step').value) !== high) {
       set('step', {value: high});
     }
@@ -248,7 +289,7 @@ window.trine = (() => {
     }
     [...part.save.children].forEach((link, i) => {
       link.href = '/export/' + one.key + '.' + FORMATS[i] + '?' + one.query;
-      link.download = one.key + '.' + FORMATS[i];
+      link.download = '';  // the server names the file
       link.setAttribute('aria-label', one.title + ' as ' + FORMATS[i].toUpperCase());
     });
     const said = JSON.stringify([one.notes, one.description]);
@@ -306,7 +347,8 @@ window.trine = (() => {
   function mark(part) {
     const full = part.box._fullLayout, at = shown.steps[part.side];
     const axis = full && full.xaxis, across = full && full.yaxis;
-    const x = part.over && axis && at !== null ? axis.d2p(at) : -1;
+    // never beyond what is drawn, as where the recorder is further on than the losses
+    const x = part.over && axis && at !== null ? axis.d2p(Math.min(Math.max(at, part.over[0]), part.over[1])) : -1;
     part.cursor.hidden = !(x >= 0 && x <= axis._length);
     if (!part.cursor.hidden) {
       Object.assign(part.cursor.style,
@@ -358,8 +400,8 @@ window.trine = (() => {
 
   const tell = latest(async part => {
     const [row, column] = part.at;
-    const found = await fetch('/cell?' + part.query + '&row=' + row + '&column=' + column);
-    if (!found.ok) { return; }
+    const found = await fetch('/cell?' + part.query + '&row=' + row + '&column=' + column).catch(() => null);
+    if (!found || !found.ok) { return; }
     const text = await found.text(), {xaxis, yaxis} = part.box._fullLayout;
     part.told.textContent = text;
     part.told.hidden = !text;

@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,16 +142,37 @@ class Runs:
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
-    def span(self, number: int) -> tuple[int, int] | None:
-        """First and last step of a run; None when there is none."""
+    def span(self, number: int, page: str = "balance") -> tuple[int, int] | None:
+        """First and last step of a run; None when there is none.
+
+        On the Balance page those of the recorder, where it has some. Others show also what else the run has written,
+        which may be further on.
+        """
         run = self.run(number)
         if run is None:
             return None
-        found = self.data(number).span()
-        if found is None:
-            steps = [one["step"] for one in run.records()]
-            found = (min(steps), max(steps)) if steps else None
-        return found
+        recorded = self.data(number).span()
+        if recorded is not None and page == "balance":
+            return recorded
+        steps = [one["step"] for one in run.records() if whole(one["step"]) is not None]
+        ends = [*(recorded or ()), *((min(steps), max(steps)) if steps else ())]
+        return (min(ends), max(ends)) if ends else None
+
+    def silence(self, number: int) -> float | None:
+        """Seconds since a run wrote a step; None for one that is over, or says nothing of when it will be."""
+        run = self.run(number)
+        if run is None or run.problem():
+            return None
+        last, planned = self.span(number, "training"), whole(run.meta().get("planned_steps"))
+        kinds = [one.get("kind") for one in run.events()]
+        over = next((kind for kind in reversed(kinds) if kind in ("done", "interrupted", "resume", "stage")), "")
+        if last is None or planned is None or last[1] >= planned or over in ("done", "interrupted"):
+            return None
+        return max(0.0, time.time() - run.stepped() / 1e9)
+
+    def named(self, label: str | None) -> int | None:
+        """The run that the list calls so; None when it has none of that name."""
+        return self.labels.index(label) if label in self.labels else None
 
     def charts(self, page: str, number: int, view: View, only: Callable[[str], bool] | None = None) -> list[Chart]:
         """The figures of a page, in reading order.

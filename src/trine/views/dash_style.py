@@ -27,6 +27,7 @@ nav a[aria-current=page] { color:var(--ink); border-color:var(--accent); font-we
 button { font:inherit; color:var(--ink); background:var(--card); border:1px solid var(--soft); border-radius:6px;
   padding:5px 11px; cursor:pointer; }
 .live { color:var(--soft); font-size:13px; }
+.live.lost { color:var(--bad); background:var(--badground); font-weight:650; padding:4px 9px; border-radius:5px; }
 .controls { position:sticky; top:0; z-index:20; display:flex; flex-wrap:wrap; gap:8px 18px; align-items:flex-end;
   padding:9px 20px; background:var(--card); border-bottom:1px solid var(--line); }
 .control { min-width:120px; } .control.run { width:220px; } .control.layer { width:130px; }

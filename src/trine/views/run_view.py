@@ -226,6 +226,11 @@ class RunView:
         names = ("run.json", "metrics.jsonl", _EVENTS, FILE_NAME, f"{FILE_NAME}-wal")
         return max(_stamp(self.path / name)[2] for name in names)
 
+    def stepped(self) -> int:
+        """When a step was last written, nanoseconds since 1970; 0 where none was."""
+        names = ("metrics.jsonl",) if (self.path / "metrics.jsonl").exists() else (FILE_NAME, f"{FILE_NAME}-wal")
+        return max(_stamp(self.path / name)[2] for name in names)
+
     # -- files -------------------------------------------------------------------------------------------------------
 
     def meta(self) -> dict[str, Any]:
