@@ -244,9 +244,8 @@ def _steps_of(chart: Chart) -> list[float] | None:
     """First and last step of a figure over steps; None of others. The line at a step stays between them."""
     if chart.x != STEPS or chart.heatmap is not None or chart.empty:
         return None
-    ends = [
-        float(end) for one in (*chart.lines, *chart.bands) if (x := np.asarray(one.x)).size for end in (x[0], x[-1])
-    ]
+    columns = [np.asarray(line.x) for line in chart.lines] + [np.asarray(band.x) for band in chart.bands]
+    ends = [float(end) for x in columns if x.size for end in (x[0], x[-1])]
     known = [end for end in ends if np.isfinite(end)]
     return [min(known), max(known)] if known else None
 

@@ -140,6 +140,7 @@ def _axis(axis: Axis, ink: str, grid: str, reach: tuple[float, float] | None) ->
         "linecolor": grid,
         "zeroline": False,
         "fixedrange": False,
+        "separatethousands": True,
         "tickfont": {"size": 11, "color": ink},
     }
     if axis.log:
