@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
+import textwrap
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +40,7 @@ _DRAWER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trine-export")
 """Draws all figures for files, one after the other, in one thread: Matplotlib's settings and Python's warnings are
 those of all threads, a figure takes tens of MB while it is drawn, and each thread that ever drew one keeps as much."""
 _BEHIND_WORDS = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8}  # else curves run through them
+_LINE_OF_WORDS, _LETTER = 10.5, 4.05  # points from one line of words to the next, and that a letter is wide
 _DASHES: dict[str, Any] = {"solid": "-", "dash": (0, (5, 3)), "dot": (0, (1.2, 2))}
 _FIRST_OF_A_FORMULA = ("=", "+", "-", "@")
 
@@ -47,24 +50,79 @@ def to_matplotlib(chart: Chart, width: float = 7.2, of: str = "") -> Figure:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    from trine.views.figures import STYLE
-
-    tall = 3.6 * chart.height + 0.16 * len(chart.notes)
-    # names of runs and texts are words, never formulas
-    with mpl.rc_context({**STYLE, "text.parse_math": False, "svg.hashsalt": "trine"}):
-        figure = Figure(figsize=(width * (1.5 if chart.wide else 1.0), tall), dpi=150, layout="constrained")
-        axes = figure.subplots()
-        axes.set_title(chart.title)
+    width *= 1.5 if chart.wide else 1.0
+    with mpl.rc_context(_style()):
+        figure = Figure(figsize=(width, _tall(chart, width)), dpi=150, layout="constrained")
+        _fill(figure, figure.subplots(), chart, width)
+        if chart.notes:
+            text = "\n".join(_notes(chart, width))
+            figure.supxlabel(text, fontsize=7.5, color=ON_WHITE["grey"], x=0.02, ha="left")
         if of:
             figure.suptitle(plain(of, 80), fontsize=8, color=ON_WHITE["grey"])
-        if chart.empty:
-            axes.set_axis_off()
-            axes.text(0.5, 0.5, chart.empty, ha="center", va="center", wrap=True, transform=axes.transAxes)
-        else:
-            _draw(figure, axes, chart)
-        if chart.notes:
-            figure.supxlabel("\n".join(chart.notes), fontsize=7.5, color=ON_WHITE["grey"], x=0.02, ha="left")
     return figure
+
+
+def panels(rows: Sequence[Sequence[Chart]], of: str = "", width: float = 11.0) -> Figure:
+    """Several figures on one picture, those below each other with the same left and right ends.
+
+    Args:
+        rows: figures from left to right, rows from the top; the last figure of a shorter row takes what is left.
+        of: stands over all of them.
+        width: of the picture, in inches.
+
+    Raises:
+        ValueError: a row without a figure, or no row.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    if not rows or not all(rows):
+        raise ValueError(f"rows: found {[len(row) for row in rows]} figures, need at least one in each")
+    columns = max(map(len, rows))
+    one = width / columns
+    talls = [max(_tall(chart, one) for chart in row) for row in rows]
+    with mpl.rc_context(_style()):
+        figure = Figure(figsize=(width, sum(talls) + 0.3 * bool(of)), dpi=120, layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)  # type: ignore[call-arg, union-attr]
+        grid = figure.add_gridspec(len(rows), columns, height_ratios=talls)
+        for i, row in enumerate(rows):
+            for j, chart in enumerate(row):
+                axes = figure.add_subplot(grid[i, j:] if chart is row[-1] else grid[i, j])
+                _fill(figure, axes, chart, one)
+                if chart.notes:
+                    how: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
+                    text = "\n".join(_notes(chart, one))
+                    axes.annotate(text, (0.0, 0.0), (-22, -36), fontsize=7.5, color=ON_WHITE["grey"], **how)
+        if of:
+            figure.suptitle(plain(of, 120), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    return figure
+
+
+def _style() -> Any:
+    from trine.views.figures import STYLE
+
+    # names of runs and texts are words, never formulas
+    return {**STYLE, "text.parse_math": False, "svg.hashsalt": "trine"}
+
+
+def _tall(chart: Chart, width: float) -> float:
+    """Height of a figure of some width, inches."""
+    return 3.6 * chart.height + 0.16 * len(_notes(chart, width))
+
+
+def _notes(chart: Chart, width: float) -> list[str]:
+    """Lines of the notes beneath a figure, none longer than it is wide."""
+    return [line for note in chart.notes for line in textwrap.wrap(note, max(20, int(17 * width)))]
+
+
+def _fill(figure: Figure, axes: Axes, chart: Chart, width: float) -> None:
+    axes.set_title(chart.title)
+    if chart.empty:
+        axes.set_axis_off()
+        why = "\n".join(textwrap.wrap(chart.empty, max(20, int(11 * width))))
+        axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes)
+    else:
+        _draw(figure, axes, chart)
 
 
 def _draw(figure: Figure, axes: Axes, chart: Chart) -> None:
@@ -89,26 +147,67 @@ def _draw(figure: Figure, axes: Axes, chart: Chart) -> None:
     for mark in chart.marks:
         draw = axes.axvline if mark.axis == "x" else axes.axhline
         draw(mark.at, color=ON_WHITE[mark.colour], linestyle=_DASHES[mark.dash], linewidth=1.0)
-        if mark.text:
-            _words(axes, mark)
     _axis(axes, "x", chart.x)
     _axis(axes, "y", chart.y)
+    _words(axes, [mark for mark in chart.marks if mark.text and mark.axis == "x"])
+    _level_words(axes, [mark for mark in chart.marks if mark.text and mark.axis == "y"])
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         axes.legend(handles, labels, fontsize=8, loc="best", ncols=2 if len(labels) > 4 else 1)
 
 
-def _words(axes: Axes, mark: Mark) -> None:
-    how: dict[str, Any] = {"fontsize": 7.5, "color": ON_WHITE[mark.colour], "bbox": _BEHIND_WORDS}
-    how |= {"textcoords": "offset points"}
-    if mark.axis == "y":
-        where, how = (1.0, mark.at), {**how, "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-        axes.annotate(mark.text, where, (-3, 3), **how)
-        return
-    # On the left of the step looked at, else it would hide the words of a stage that begins there.
-    side, ha = (-3, "right") if mark.moves else (3, "left")
-    how |= {"xycoords": ("data", "axes fraction"), "ha": ha, "va": "top", "rotation": 90}
-    axes.annotate(mark.text, (mark.at, 1.0), (side, -3), **how)
+def _words(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Words along upright lines, from the top or else from the bottom; where there is no room for them, none."""
+    width, high = _size(axes)
+    to_axes = axes.get_xaxis_transform() + axes.transAxes.inverted()
+    taken: list[tuple[float, float, float, float]] = []  # left, right, bottom, top, in points
+    places = {mark: float(to_axes.transform((mark.at, 0.0))[0]) * width for mark in marks}
+    for mark in sorted(marks, key=lambda one: (not one.moves, one.at)):
+        at, long = places[mark], _LETTER * len(mark.text)
+        near = any(0 < other - at < 2 * _LINE_OF_WORDS for other in places.values())
+        # The step looked at on the left, else it would hide the words of a stage that begins there.
+        sides = ("right", "left") if mark.moves or near else ("left", "right")
+        for va, ha in itertools.product(("top", "bottom"), sides):
+            left = at + 1 if ha == "left" else at - 1 - _LINE_OF_WORDS
+            place = (left, left + _LINE_OF_WORDS, *((high - long, high) if va == "top" else (0.0, long)))
+            if not any(_overlap(place, other) for other in taken):
+                taken.append(place)
+                offset = (3 if ha == "left" else -3, -3 if va == "top" else 3)
+                _write(axes, mark, ("data", "axes fraction"), (mark.at, float(va == "top")), offset,
+                       ha=ha, va=va, rotation=90)  # fmt: skip
+                break
+
+
+def _level_words(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Words at level lines, to the right of the axes; apart from each other where the lines are close."""
+    _, high = _size(axes)
+    to_axes = axes.get_yaxis_transform() + axes.transAxes.inverted()
+    above = -math.inf
+    for mark in sorted(marks, key=lambda one: one.at):
+        at = float(to_axes.transform((0.0, mark.at))[1]) * high
+        place = max(at, above)
+        above = place + _LINE_OF_WORDS
+        line = {"arrowstyle": "-", "color": ON_WHITE[mark.colour], "linewidth": 0.6, "relpos": (0, 0.5)}
+        line |= {"shrinkA": 0, "shrinkB": 0}
+        _write(axes, mark, ("axes fraction", "data"), (1.0, mark.at), (9, place - at), ha="left", va="center",
+               arrowprops=line)  # fmt: skip
+
+
+def _write(axes: Axes, mark: Mark, coords: tuple[str, str], at: Any, offset: tuple[float, float], **how: Any) -> None:
+    how |= {"fontsize": 7.5, "color": ON_WHITE[mark.colour], "bbox": _BEHIND_WORDS}
+    axes.annotate(mark.text, at, offset, xycoords=coords, textcoords="offset points", **how)
+
+
+def _size(axes: Axes) -> tuple[float, float]:
+    """Width and height of the axes in points, nearly, for they are laid out later; settles how far they reach."""
+    axes.autoscale_view()
+    picture: Any = axes.get_figure(root=True)
+    ground = axes.get_window_extent()
+    return ground.width * 72 / picture.dpi, ground.height * 72 / picture.dpi
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
 
 
 def _axis(axes: Axes, name: Literal["x", "y"], axis: Axis) -> None:
