@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,26 @@ def test_a_server_that_is_gone_is_told_and_found_again(browser: Any, served: tup
     opened.wait("document.querySelector('#live').innerText === 'newest step 40'")
     assert len(opened.errors) == len(refused) and opened.elsewhere == []
     opened.context.close()
+
+
+def test_a_run_that_is_silent_says_since_when_and_the_line_stays_on_the_data(
+    browser: Any, served: tuple[str, Path]
+) -> None:
+    record = json.loads((served[1] / "run.json").read_text())
+    (served[1] / "run.json").write_text(json.dumps({**record, "planned_steps": 100}))
+    lines = (served[1] / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (served[1] / "metrics.jsonl").write_text("".join(lines[:30]))  # the recorder is further on
+    then = time.time() - 245
+    os.utime(served[1] / "metrics.jsonl", (then, then))
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0] + "/training?run=alpha&step=38", 5)
+    opened.wait("document.querySelector('#live').innerText === 'newest step 40, last step 4 min ago'")
+    opened.wait("document.querySelector('#step-text').innerText === 'step 38 of 40'")
+    edge = "(() => { const at = document.querySelector('.drawing'), axis = at.trine.box._fullLayout.xaxis; return "
+    edge += "[parseFloat(at.trine.cursor.style.left) - axis._offset, axis.d2p(30), at.trine.cursor.hidden]; })()"
+    left, last, hidden = page.evaluate(edge)
+    assert left == pytest.approx(last, abs=0.5) and not hidden
+    opened.done()
 
 
 def test_figures_are_drawn_when_they_come_into_sight(browser: Any, served: tuple[str, Path]) -> None:

@@ -83,6 +83,7 @@ class Runs:
         self.labels: list[str] = []
         self.gone: list[bool] = []
         self.mark = ""
+        self._over: dict[int, tuple[str, bool]] = {}  # by number: at which version of the run, and whether it was over
         self.refresh()
 
     def refresh(self) -> bool:
@@ -101,6 +102,7 @@ class Runs:
                 if stale and fresh:
                     self.runs = [one for one in self.runs if one not in stale]
                     self._data.clear()
+                    self._over.clear()
             self.runs += fresh
             names = Counter(one.name for one in self.runs)
             self.labels = [
@@ -163,12 +165,18 @@ class Runs:
         run = self.run(number)
         if run is None or run.problem():
             return None
+        version = self.version(number)
+        known, over = self._over.get(number, ("", False))
+        if known != version:
+            over = self._is_over(run, number)
+            self._over[number] = (version, over)
+        return None if over else max(0.0, time.time() - run.stepped() / 1e9)
+
+    def _is_over(self, run: RunView, number: int) -> bool:
         last, planned = self.span(number, "training"), whole(run.meta().get("planned_steps"))
         kinds = [one.get("kind") for one in run.events()]
-        over = next((kind for kind in reversed(kinds) if kind in ("done", "interrupted", "resume", "stage")), "")
-        if last is None or planned is None or last[1] >= planned or over in ("done", "interrupted"):
-            return None
-        return max(0.0, time.time() - run.stepped() / 1e9)
+        newest = next((kind for kind in reversed(kinds) if kind in ("done", "interrupted", "resume", "stage")), "")
+        return last is None or planned is None or last[1] >= planned or newest in ("done", "interrupted")
 
     def named(self, label: str | None) -> int | None:
         """The run that the list calls so; None when it has none of that name."""
