@@ -152,6 +152,23 @@ def test_corner_cases(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["drop", "reassign", "dual"])
+def test_infinite_logits_shift_no_threshold_and_are_counted(mode: str) -> None:
+    """Their scores are 0 and 1, so that only the logits show it."""
+    rule, logits_TE = Stateless(mode=mode), torch.randn(50, 6)  # type: ignore[arg-type]
+    bad_TE = logits_TE.clone()
+    bad_TE[7, :4], bad_TE[9, 1], bad_TE[11, 2] = -torch.inf, torch.inf, torch.nan
+    rest = torch.tensor([row not in (7, 9, 11) for row in range(50)])
+    dirty, clean = RouterStats.allocate(1, 6), RouterStats.allocate(1, 6)
+    found = route_stateless(bad_TE, torch.zeros(6), 2, rule, stats=dirty.layer(0))
+    expected = route_stateless(logits_TE, torch.zeros(6), 2, rule, stats=clean.layer(0), mask_T=rest)
+    assert torch.equal(found.ids_TK[rest], expected.ids_TK[rest])
+    assert torch.equal(found.weights_TK[rest], expected.weights_TK[rest])
+    assert dirty.counters_LF[0, :3].tolist() == [50, 47, 3] and torch.equal(dirty.histograms_LEB, clean.histograms_LEB)
+    if mode != "dual":
+        assert found.ids_TK[~rest].tolist() == [[-1, -1]] * 3
+
+
+@pytest.mark.parametrize("mode", ["drop", "reassign", "dual"])
 def test_padding_changes_nothing(mode: str) -> None:
     rule = Stateless(mode=mode)  # type: ignore[arg-type]
     scores_TE = torch.rand(60, 8)

@@ -90,14 +90,40 @@ def test_non_finite_rows_are_left_out_and_counted(estimator: str, domain: str) -
     logits_TE = torch.randn(20, EXPERTS)
     clean, dirty = fresh(estimator, domain), fresh(estimator, domain)
     count(clean, logits_TE)
-    extra_TE = torch.randn(2, EXPERTS)
+    extra_TE = torch.randn(5, EXPERTS)
     extra_TE[0, 3], extra_TE[1] = torch.nan, torch.nan
-    if domain == "logit":
-        extra_TE[1] = torch.inf  # a score of 1, but no logit to add a bias to
+    extra_TE[2], extra_TE[3, 1], extra_TE[4, 2] = torch.inf, torch.inf, -torch.inf  # scores of 1, 1 and 0
     count(dirty, torch.cat((logits_TE[:7], extra_TE, logits_TE[7:])))
-    assert torch.equal(dirty.histograms_LEB, clean.histograms_LEB)
-    assert int(dirty.tokens_L) == 22 and int(dirty.dropped_L) == 2 and int(dirty.loads_LE.sum()) == 44
+    assert torch.equal(dirty.histograms_LEB, clean.histograms_LEB) and not bool(dirty.saturated_L)
+    assert int(dirty.tokens_L) == 25 and int(dirty.dropped_L) == 5 and int(dirty.loads_LE.sum()) == 50
     assert torch.equal(dirty.solve_(K).bias_LE, clean.solve_(K).bias_LE)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+@every_kind
+def test_experts_masked_by_minus_infinity_are_counted_and_teach_nothing(
+    estimator: str, domain: str, score: str, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Group-limited routing by masks: sigmoid(-inf) = 0 is finite, and with a bias 0.9 % of the slots went to masked
+    experts in silence. Each such row is dropped and counted, by itself and beside rows without a mask."""
+    for module in (quantile, stats_module):
+        monkeypatch.setattr(module, "may_read", lambda tensor: reads)
+    logits_TE = torch.randn(64, EXPERTS)
+    masked_TE = logits_TE.clone()
+    masked_TE[::2, EXPERTS // 2 :] = -torch.inf
+    masked_TE[1::4, : EXPERTS // 2] = -torch.inf
+    found, open_ = fresh(estimator, domain), fresh(estimator, domain)
+    for stats, rows_TE, mask_T in ((found, masked_TE, None), (open_, logits_TE, torch.arange(64) % 4 == 3)):
+        stats.set_bias_(torch.linspace(-0.5, 0.5, EXPERTS)[None])
+        layer = stats.layer(0)
+        route(rows_TE, layer.bias_E, K, score=score, stats=layer, mask_T=mask_T, score_domain=domain)
+    assert found.counters_LF[0, :3].tolist() == [64, 16, 48] and not bool(found.saturated_L)
+    assert torch.equal(found.histograms_LEB, open_.histograms_LEB)
+    bias_LE = found.solve_(K).bias_LE
+    assert bool(bias_LE.isfinite().all()) and torch.equal(bias_LE, open_.solve_(K).bias_LE)
+    weights_TK = route(masked_TE, bias_LE[0], K, score=score, score_domain=domain).weights_TK
+    assert bool(weights_TK.isfinite().all())
 
 
 @pytest.mark.parametrize("dirty", [False, True])
@@ -109,6 +135,7 @@ def test_the_path_that_reads_no_value_back_counts_the_same(
     logits_TE, mask_T = torch.randn(60, 70), torch.arange(60) % 5 > 0
     if dirty:
         logits_TE[3, 4] = logits_TE[5, 0] = torch.nan  # row 5 is padding
+        logits_TE[8, 0], logits_TE[10, 1], logits_TE[11, 2] = -torch.inf, torch.inf, torch.inf  # so is row 10
         logits_TE[7, 8] = 30.0
     both = []
     for reads in (True, False):
@@ -121,7 +148,7 @@ def test_the_path_that_reads_no_value_back_counts_the_same(
                 count(stats, logits_TE[part], mask_T[part] if dirty else None)
         both.append(stats)
     assert torch.equal(both[0].counts, both[1].counts) and torch.equal(both[0].edges_L2, both[1].edges_L2)
-    assert both[1].dropped_L.tolist() == [2 * dirty] and both[1].saturated_L.tolist() == [2 * dirty]
+    assert both[1].dropped_L.tolist() == [6 * dirty] and both[1].saturated_L.tolist() == [2 * dirty]
     assert torch.equal(both[0].solve_(K).bias_LE, both[1].solve_(K).bias_LE)
 
 

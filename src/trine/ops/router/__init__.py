@@ -66,7 +66,9 @@ def route(
     + 1e-20). The bias decides who is chosen and never enters a weight, so it has no gradient.
 
     Args:
-        logits_TE: ``[T, E]`` floating point; computed in fp32 whatever it is, in fp64 if it is fp64.
+        logits_TE: ``[T, E]`` floating point; computed in fp32 whatever it is, in fp64 if it is fp64. Finite: a row with
+            a NaN or an infinity is routed, left out of the histogram and counted in ``stats`` as dropped. Experts
+            cannot be masked by -inf (group-limited routing, README.md): sigmoid(-inf) + b may still be chosen.
         bias_E: ``[E]`` fp32 or fp64, added (b = -beta of the dual problem, the sign of ``e_score_correction_bias``).
         k: experts per token, 1 to E.
         score: ``"sigmoid"`` (K3) or ``"softmax"``.
@@ -129,7 +131,7 @@ def route(
             limits = (_LOGIT_BELOW, _LOGIT_ABOVE) if score == "sigmoid" else (-math.inf, math.inf)
         else:
             limits = (_HALF_ULP if score == "sigmoid" else -1.0, 1.0)
-        stats.add(chosen_TK, base_TE, counted_T, mask_T, bias_E, *limits)
+        stats.add(chosen_TK, base_TE, counted_T, mask_T, bias_E, *limits, logits_TE.detach())
     return Routing(chosen_TK, weights_TK, cutoff_T, scores_TE)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trine._log import logger
 from trine.ops.router import LayerStats, Routing, route
+from trine.ops.router.quantile import finite_rows
 from trine.ops.router.select import top_ids
 
 BINS = 1000  # of the histogram quantile
@@ -93,17 +94,21 @@ def route_stateless(
     if rule.threshold_source == "running":
         return route(logits_TE, bias_E, k, scale=scale, stats=stats, mask_T=mask_T)
     live = route(logits_TE, bias_E, k, mask_T=mask_T)
-    ids_TK = choose_by_batch(live.scores_TE.detach(), k, rule, mask_T)
+    finite_T = finite_rows(logits_TE.detach())
+    ids_TK = choose_by_batch(live.scores_TE.detach(), k, rule, mask_T, finite_T)
     chosen_TK = torch.where(ids_TK >= 0, live.scores_TE.gather(1, ids_TK.clamp(min=0)), 0.0)
     weights_TK = scale * chosen_TK / (chosen_TK.sum(1, keepdim=True) + 1e-20)
     if stats is not None:
         cutoff_T = live.cutoff_T if k < logits_TE.shape[1] else None
-        stats.add(ids_TK, live.scores_TE.detach(), cutoff_T, mask_T, bias_E, SATURATED_BELOW)
+        scores_TE, limits = live.scores_TE.detach(), (SATURATED_BELOW, 1.0)
+        stats.add(ids_TK, scores_TE, cutoff_T, mask_T, bias_E, *limits, logits_TE.detach())
     return Routing(ids_TK, weights_TK, live.cutoff_T, live.scores_TE)
 
 
 @torch.no_grad()
-def choose_by_batch(scores_TE: Tensor, k: int, rule: Stateless, mask_T: Tensor | None = None) -> Tensor:
+def choose_by_batch(
+    scores_TE: Tensor, k: int, rule: Stateless, mask_T: Tensor | None = None, finite_T: Tensor | None = None
+) -> Tensor:
     """Experts of each token by the thresholds of this batch.
 
     Every number of tokens works: with fewer tokens than experts an expert still has room for one. k = E leaves nothing
@@ -114,15 +119,16 @@ def choose_by_batch(scores_TE: Tensor, k: int, rule: Stateless, mask_T: Tensor |
         k: experts per token, 1 to E.
         rule: the mode and its dials; ``threshold_source`` is not looked at.
         mask_T: ``[T]`` bool, true for real tokens. Others get no expert and shift no threshold.
+        finite_T: ``[T]`` bool, rows whose logits are all finite; default: whose scores are.
 
     Returns:
         ``[T, k]`` int64, by descending score (dual: score less threshold), the lowest id winning ties; -1 where a slot
-        stays empty: padding, and what drop and reassign could not place. Rows with a score that is not finite shift no
+        stays empty: padding, and what drop and reassign could not place. Rows that are not finite shift no
         threshold; dual routes them by score, the other modes place them nowhere.
     """
     _warn_once()
     tokens, experts = scores_TE.shape
-    valid_T = scores_TE.isfinite().all(1)
+    valid_T = finite_rows(scores_TE) if finite_T is None else finite_T
     if mask_T is not None:
         valid_T = valid_T & mask_T
     if rule.mode == "dual" or k == experts:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trine.ops.router.grid import ESTIMATORS, SCORE_DOMAINS, Grid, find_quantile
-from trine.ops.router.quantile import centred, check_k, count_required_bias, may_read
+from trine.ops.router.quantile import centred, check_k, count_required_bias, finite_rows, may_read
 
 COUNTERS = ("routed", "counted", "dropped", "saturated_low", "saturated_high")
 """Columns of `RouterStats.counters_LF`: tokens routed; those of them in the histogram; those left out of it because a
-score was not finite; scores that fp32 cannot tell from 0 or 1. Saturated scores can pass 2^31 in one step (4 M tokens x
+logit was not finite; scores that fp32 cannot tell from 0 or 1. Saturated scores can pass 2^31 in one step (4 M tokens x
 896 experts), so they are held in two words, the low 20 bits and the rest; sums over ranks stay exact."""
 _WORD = 20
 _FIRST_FIELDS = ("histograms_LEB", "loads_LE", "counters_LF", "edges_L2", "bias_LE")
@@ -422,6 +422,7 @@ class LayerStats:
         bias_E: Tensor,
         saturation_below: float = 0.0,
         saturation_above: float = 1.0,
+        logits_TE: Tensor | None = None,
     ) -> None:
         """Count one batch. Does nothing while the owner is paused.
 
@@ -434,6 +435,9 @@ class LayerStats:
             bias_E: the bias the batch was routed with.
             saturation_below: scores (logits) at or below it count as saturated,
             saturation_above: and those at or above this.
+            logits_TE: ``[T, E]`` what the scores are of. A row in which one is NaN or infinite is left out of the
+                histogram and counted as dropped: an infinite logit has the finite score 0 or 1, and no required bias.
+                None: ``scores_TE`` themselves.
 
         Raises:
             ValueError: another number of experts, or a bias that changed inside the window (seen on the CPU only).
@@ -458,15 +462,13 @@ class LayerStats:
             return
         if may_read(scores_TE) and mask_T is None and tokens:
             low, high = (float(value) for value in scores_TE.aminmax())
-            # one pass settles the usual batch; false if there is a NaN
-            if low > saturation_below and high < saturation_above:
+            # one pass settles the usual batch; false if there is a NaN, or the 0 or 1 of an infinite logit
+            above_zero = self.score_domain == "logit" or low > 0.0
+            if above_zero and low > saturation_below and high < saturation_above:
                 counters[1] += tokens
                 self._count(scores_TE, cutoff_T, None)
                 return
-        if self.score_domain == "sigmoid":  # scores are in [0, 1], so a row's sum is finite exactly if all of them are
-            valid_T = (scores_TE.sum(1) + cutoff_T).isfinite()
-        else:
-            valid_T = scores_TE.isfinite().all(1) & cutoff_T.isfinite()
+        valid_T = finite_rows(scores_TE if logits_TE is None else logits_TE) & cutoff_T.isfinite()
         dropped_T = ~valid_T
         if mask_T is not None:
             valid_T, dropped_T = valid_T & mask_T, dropped_T & mask_T
