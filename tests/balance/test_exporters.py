@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,8 @@ import numpy as np
 import pytest
 
 from trine.balance.alerts import DEFAULT_RULES, Alerts
-from trine.balance.exporters import JsonLines, Prometheus, Webhook
-from trine.balance.record_format import SUMMARY, Frame, HostWindow
+from trine.balance.exporters import Prometheus, Webhook
+from trine.balance.record_format import Frame, HostWindow
 from trine.balance.summary import Summaries
 
 
@@ -85,18 +84,14 @@ def test_prometheus_shows_figures_of_each_layer(client: SimpleNamespace) -> None
     assert page.registry["trine_balance_alert_layers"].values["dead",] == 0 and client.asked == []
 
 
-def test_one_rank_is_plain_1_everywhere(client: SimpleNamespace, tmp_path: Path) -> None:
-    page, lines = Prometheus(), JsonLines(tmp_path / "lines.jsonl")
-    alerts = Alerts(2, 6, 1)
+def test_one_rank_is_plain_1_everywhere(client: SimpleNamespace) -> None:
+    page, alerts = Prometheus(), Alerts(2, 6, 1)
     for step in range(1, 31):
         frame = frame_of(step=step)
         assert not [one for one in alerts.step(frame) if one.rule == "rank_overload"]
         page.update(frame, alerts.active)
-        lines(frame)
-    lines.close()
     assert page.registry["trine_experts_rank_overload"].values == {("MoE 0",): 1.0, ("MoE 1",): 1.0}
     assert page.registry["trine_balance_alert_layers"].values[("rank_overload",)] == 0
-    assert '"rank_overload":[1.0,1.0]' in (tmp_path / "lines.jsonl").read_text()
 
 
 def test_prometheus_series_are_bounded_by_layers_not_experts(client: SimpleNamespace) -> None:
@@ -127,22 +122,6 @@ def test_prometheus_that_is_not_there_says_how_to_get_it(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ValueError, match=r"prometheus_client is not installed; .* '.\[dashboard\]'"):
         Prometheus()
-
-
-def test_lines_of_json(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "figures.jsonl")
-    for step in (1, 2):
-        lines(frame_of(step=step))
-    lines.close()
-    lines.close()
-    first, second = map(json.loads, (tmp_path / "figures.jsonl").read_text().splitlines())
-    assert (first["step"], second["step"]) == (1, 2) and set(first) == {"step", *SUMMARY}
-    assert first["flips"] == [None, None] and first["tokens"] == [150, 510]
-    assert first["max_vio"] == pytest.approx([1.0, 110 / 85 - 1], rel=1e-5)
-    with pytest.raises(ValueError, match=r"figures.jsonl: is closed"):
-        lines(frame_of())
-    with pytest.raises(ValueError, match=r"cannot be written to \(No such file or directory\)"):
-        JsonLines(tmp_path / "no" / "such")
 
 
 class Receiver:

@@ -58,7 +58,6 @@ DEFAULT_RULES = (
         "rank_overload", "largest load of an expert-parallel rank over the mean, less sampling", 1.2, 1.15, patience=20
     ),
     Rule("stale", "steps since the bias last came from its controller", 4, 1),
-    Rule("bias_mismatch", "ranks whose bias differs from the first one's", 0, 0, calm=1),
 )
 """What a run watches. Reasons for the levels: a bias that follows the noise of each batch turns back two
 times out of three, an overshooting one always (`sign_flip_rate`); absolute biases are stable up to a lag of 4 steps; a
@@ -83,10 +82,9 @@ def rules_for(score_domain: ScoreDomain) -> tuple[Rule, ...]:
 
 @dataclass(frozen=True)
 class Signals:
-    """What alerts know of a step beside its figures: of the controller, and of the other ranks."""
+    """What alerts know of a step beside its figures: of the controller."""
 
     stale_steps: int = 0  # since the bias last came from its controller
-    mismatched_ranks: int = 0  # whose bias differs
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,6 @@ class Alerts:
         flips_L = figure["flips"]
         mean_L = np.where(np.isnan(self._flips_L), flips_L, _MEMORY * self._flips_L + (1 - _MEMORY) * flips_L)
         self._flips_L = np.where(np.isnan(flips_L), self._flips_L, mean_L)
-        one_L = np.ones(self.layers)
         return {
             "p95": figure["p95"] - spread_L,
             "dead": figure["dead"],
@@ -216,8 +213,7 @@ class Alerts:
             "overflow": figure["overflow"],
             "non_finite": figure["dropped"],
             "rank_overload": figure["rank_overload"] - rank_L,
-            "stale": one_L * signals.stale_steps,
-            "bias_mismatch": one_L * signals.mismatched_ranks,
+            "stale": np.full(self.layers, float(signals.stale_steps)),
         }
 
     @property

@@ -231,7 +231,7 @@ def _replay(loads: Loads, ranks: int) -> tuple[list[Alert], tuple[str, ...]]:
     """What the default rules would have said, and which of them could be asked; what the run itself said in between."""
     _, layers, experts = loads.loads_SLE.shape
     rules = rules_for(loads.balance.score_domain if loads.balance is not None else "sigmoid")
-    recorded = tuple(rule for rule in rules if rule.name not in (*TOLD_RULES, "bias_mismatch"))
+    recorded = tuple(rule for rule in rules if rule.name not in TOLD_RULES)
     asked = recorded if loads.windows_S else tuple(rule for rule in rules if rule.name in _LOAD_RULES)
     summaries = Summaries(layers, experts, loads.top_k, ranks)
     alerts = Alerts(layers, experts, loads.top_k, ranks, asked)

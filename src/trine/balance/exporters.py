@@ -1,4 +1,4 @@
-"""Carries figures and alerts out of a run: Prometheus, lines of JSON, and a webhook. None of them holds training up.
+"""Carries figures and alerts out of a run: Prometheus and a webhook. Neither holds training up.
 
 The only file that imports ``prometheus_client`` (extra ``dashboard``).
 """
@@ -6,7 +6,6 @@ The only file that imports ``prometheus_client`` (extra ``dashboard``).
 from __future__ import annotations
 
 import json
-import math
 import socket
 import threading
 import urllib.error
@@ -15,14 +14,13 @@ import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trine._log import logger
 from trine.balance.alerts import DEFAULT_RULES
-from trine.balance.record_format import SUMMARY, Frame
+from trine.balance.record_format import Frame
 
 QUANTILES = {"0.01": "p1", "0.05": "p5", "0.5": "p50", "0.95": "p95", "0.99": "p99"}
 _GAUGES = {
@@ -213,42 +211,6 @@ def check_webhook(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"webhook: found an address that begins with {parts.scheme!r}, need http:// or https://")
     return parts.hostname
-
-
-class JsonLines:
-    """One line of JSON a step: its number, and for every figure of `SUMMARY` a list over layers; null where there is
-    none. About 12 KB a step for 92 layers.
-
-    Args:
-        path: the file; lines are appended.
-
-    Raises:
-        ValueError: it cannot be written to.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            self._file: IO[str] | None = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be written to ({error.strerror})") from error
-
-    def __call__(self, frame: Frame) -> None:
-        """Append a step; a recorder's listener."""
-        if self._file is None:
-            raise ValueError(f"{self.path}: is closed")
-        line: dict[str, Any] = {"step": frame.last}
-        for name in SUMMARY:
-            values = frame.summary(name).tolist()
-            line[name] = [float(f"{one:.6g}") if math.isfinite(one) else None for one in values]
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 class Webhook:
