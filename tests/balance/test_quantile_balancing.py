@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +185,33 @@ def test_saturated_layers_are_named_once(caplog: pytest.LogCaptureFixture) -> No
     stats, policy = fresh("signed_log", "logit", 3), QuantileBalancing(K)
     window(stats, logits)
     assert policy.step(stats).saturated_L.tolist() == [0, 100, 800] and not caplog.records
+
+
+@pytest.mark.parametrize(("saturated", "told"), [(15, []), (16, []), (17, ["1.1"])])
+def test_one_percent_is_where_saturation_is_worth_a_word(
+    saturated: int, told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 1600 scores, 16 are exactly 1 %."""
+    stats, logits = fresh("report", "sigmoid"), torch.randn(1, 100, EXPERTS)
+    logits[0, :saturated, 3] = 40.0
+    window(stats, logits)
+    assert QuantileBalancing(K).step(stats).saturated_L.tolist() == [saturated]
+    assert [record.getMessage().split(": ")[1].split(" %")[0] for record in caplog.records] == told
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_a_captured_step_looks_at_nothing(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking an event and pinning memory are errors while a CUDA graph is captured. The stand-in of statistics on a
+    card has nothing else to look at, so any look at it is an error."""
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: (asked.append(True), capturing)[1])
+    on_card: Any = SimpleNamespace(device=torch.device("cuda"))
+    with nullcontext() if capturing else pytest.raises(AttributeError):
+        QuantileBalancing(K).warn(on_card, on_card)
+    stats = fresh("report", "sigmoid")
+    window(stats, torch.full((1, 100, EXPERTS), 40.0))
+    QuantileBalancing(K).step(stats)
+    assert asked == [True], "on a CPU nobody asks"
 
 
 def routed(stats: RouterStats, policy: QuantileBalancing, score: str, spread: float, steps: int, tokens: int) -> None:

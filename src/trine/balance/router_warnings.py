@@ -24,7 +24,8 @@ class LayerWarnings:
     """Warns of each layer once, of each matter.
 
     On the CPU at once; on a card the figures of a step are looked at when a later one comes and their copy has arrived,
-    so that nobody waits for it.
+    so that nobody waits for it. A step that is captured in a CUDA graph says nothing, nor do its replays: an event can
+    be asked, and memory be pinned, outside a capture only.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,8 @@ class LayerWarnings:
     def look(self, stats: RouterStats, window: Window, k: int) -> None:
         """Judge an open window, summed over ranks; ``window`` is what it holds. Biases of logits do not mind saturated
         scores, and a signed-log histogram minds no scale."""
+        if stats.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
         self._steps += 1
         share_L = torch.zeros_like(window.tokens_L, dtype=torch.float64)
         if stats.score_domain == "sigmoid":
