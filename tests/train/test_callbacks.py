@@ -4,6 +4,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from trine.balance import RecorderReader, Replay
 from trine.balance.alerts import Rule
 from trine.balance.record_format import FILE_NAME
+from trine.ops.router import RouterStats
 from trine.train import callbacks as module
 from trine.train.callbacks import Callback, RecordBalance, SaveEvery, WriteMetrics, hint_to_record
 from trine.train.checkpoint import list_checkpoints
@@ -94,6 +96,28 @@ def test_every_step_is_recorded_with_the_bias_it_was_routed_with(tiny: SimpleNam
         assert last.loads_LE.tolist() == trainer.window.loads_LE.tolist() and last.tokens_L.tolist() == [48]
     (alert,) = alerts_of(tmp_path)
     assert (alert["step"], alert["rule"], alert["begins"], alert["layers"]) == (3, "max_vio", True, [0])
+
+
+def test_alerts_are_lines_of_the_log_once_each(
+    tiny: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning where one begins, and a plain line where it ends; a step between says nothing."""
+    ends = Rule("stale", "age of the bias", 0.5, 0.5)
+    late = iter([1, 1, 0, 0, 0, 0])
+    balancer = tiny.balancer()
+    balancer.status = lambda: SimpleNamespace(missed=next(late))
+    with RunFolder(tmp_path) as folder, caplog.at_level(logging.INFO, "trine"):
+        recorded(tiny, folder, 6, balancer=balancer, rules=(NEVER, replace(ends, calm=2)))
+    lines = [(one.levelname, one.getMessage()) for one in caplog.records if one.getMessage().startswith("balance: ")]
+    assert [(level, text.split(": ", 2)[1]) for level, text in lines] == [
+        ("WARNING", "step 1"),
+        ("WARNING", "step 3"),
+        ("INFO", "step 4"),
+    ]
+    assert lines[0][1] == "balance: step 1: age of the bias: 1 in layer 0, above 0.5"
+    assert lines[1][1].startswith("balance: step 3: MaxVio: ") and lines[1][1].endswith("above -1 for 3 steps")
+    assert lines[2][1] == "balance: step 4: age of the bias: 0 in layer 0, at or below 0.5 again for 2 steps"
+    assert [one["text"] for one in alerts_of(tmp_path)] == [text.split(": ", 2)[2] for _, text in lines]
 
 
 def test_a_resumed_run_replaces_steps_and_alerts_go_on(tiny: SimpleNamespace, tmp_path: Path) -> None:
@@ -229,6 +253,15 @@ def test_many_experts_without_a_recorder_earn_a_hint(
         trainer.callbacks.clear()
         trainer.run()
     assert caplog.text.count("4 experts a layer and no recorder: averages hide dead and crowded experts") == 1
+
+
+@pytest.mark.parametrize(("experts", "hints"), [(128, 0), (129, 1)])
+def test_the_hint_begins_above_128_experts(experts: int, hints: int, caplog: pytest.LogCaptureFixture) -> None:
+    trainer: Any = SimpleNamespace(router_stats=RouterStats.allocate(2, experts, 3), callbacks=[])
+    assert hint_to_record(trainer) == bool(hints)
+    assert caplog.text.count(f"{experts} experts a layer and no recorder") == hints
+    trainer.router_stats = RouterStats.allocate(0, experts, 3)
+    assert not hint_to_record(trainer), "no MoE layer"
 
 
 def test_a_late_controller_is_an_alert(tiny: SimpleNamespace, tmp_path: Path) -> None:
