@@ -4,11 +4,15 @@ import json
 import os
 import re
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from trine.config import ModelConfig
+from trine.model import Model
+from trine.nn import LatentMoE
 from trine.train import checkpoint
 from trine.train.checkpoint import (
     CheckpointError,
@@ -186,6 +190,30 @@ def test_an_interrupted_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_latent_norm_is_not_dropped_in_silence(
+    tiny_config: Callable[..., ModelConfig], tmp_path: Path, saved: bool
+) -> None:
+    """radixark/Megatron-LM#94: the model was built without the norm that its checkpoint had, and ran on. Both ways the
+    names are told and the model stays as it was."""
+    with_norm, without = (Model(tiny_config(latent_norm=one)) for one in (True, False))
+    model = without if saved else with_norm
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = (with_norm if saved else without).state_dict()
+    path = save_checkpoint(
+        tmp_path, 1, {"model": {k: v + torch.ones((), dtype=v.dtype) for k, v in tensors.items()}}, {}
+    )
+    with pytest.raises(CheckpointError) as error:
+        load_model_state(model, path)
+    names = sorted(name for name in with_norm.state_dict() if "latent_norm" in name)
+    assert len(names) == sum(isinstance(part, LatentMoE) for part in model.modules()) > 0
+    expected = f"checkpoint {path}: {'unknown' if saved else 'missing'} tensors: {', '.join(names)}"
+    assert str(error.value) == expected
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    with pytest.raises(RuntimeError, match=f"{'Unexpected' if saved else 'Missing'} key.*latent_norm"):
+        model.load_state_dict(tensors)
 
 
 def test_model_tensors_must_fit_one_by_one(tmp_path: Path) -> None:
