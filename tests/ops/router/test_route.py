@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from trine.config import from_dict, preset, to_dict
 from trine.ops.router import RouterStats, route
 from trine.ops.router.reference import route_reference
 from trine.ops.router.select import top_ids
@@ -162,6 +163,13 @@ def test_k_equal_to_e_chooses_all_and_counts_no_required_bias() -> None:
     assert stats.loads_LE.tolist() == [[10] * 4] and int(stats.histograms_LEB.sum()) == 0
     stats.solve_(4)
     assert not stats.bias_LE.any()
+
+
+@pytest.mark.parametrize("setting", ["n_group", "topk_group"])
+def test_group_limited_routing_is_no_setting(setting: str) -> None:
+    """README.md: not supported, so it must not be read over."""
+    with pytest.raises(ValueError, match=setting):
+        from_dict({**to_dict(preset("smoke")), setting: 8})
 
 
 def test_padding_rows_go_nowhere_and_disturb_nothing() -> None:
