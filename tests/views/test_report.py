@@ -16,7 +16,6 @@ from trine.config import preset, to_dict
 from trine.train.config import train_preset, train_to_dict
 from trine.train.errors import RunError
 from trine.train.stored import program
-from trine.views.figures import sampling_floor
 from trine.views.report import _balance, duration, next_commands, read_lines, summary_line, write_report
 
 EVALUATION = {
@@ -139,7 +138,7 @@ def test_balance_is_judged_from_step_twenty_on(report: Path) -> None:
     assert "Steps in which an expert got no token: 1 of 300." in text
     assert re.search(r"at most 0\.3 in \d+ % of the steps, and 0\.\d\d at worst", text)
     model = preset("laptop")
-    floor = sampling_floor(model.experts, 16_384 * model.top_k / model.experts)
+    floor = math.sqrt(2 * math.log(model.experts) / (16_384 * model.top_k / model.experts))
     assert f"Fair dice would give about {floor:.2f}" in text
     assert "In rows of the first stage" not in text
 
@@ -155,7 +154,7 @@ def test_balance_of_stages_is_told_apart() -> None:
     text = _balance(lines, {"experts": 18, "top_k": 8}, "load.png")
     assert "at most 0.3 in 51 % of the steps, and 0.60 at worst." in text  # 41 of 81
     assert "In rows of the first stage that is 100 %, and 0.20 at worst" in text
-    floors = [sampling_floor(18, size * 8 / 18) for size in (4_096, 16_384)]
+    floors = [math.sqrt(2 * math.log(18) / (size * 8 / 18)) for size in (4_096, 16_384)]
     assert f"about {floors[0]:.2f} with 4,096 tokens a step and {floors[1]:.2f} with 16,384." in text
 
 

@@ -142,8 +142,9 @@ def _draw(figure: Figure, axes: Axes, chart: Chart) -> None:
             axes.plot(np.asarray(line.x), line.y, linestyle="none", marker="o", markersize=3, **how)
         else:
             style = "steps-post" if line.steps else "default"
-            dash = _DASHES[line.dash]
-            axes.plot(np.asarray(line.x), line.y, linestyle=dash, linewidth=line.width, drawstyle=style, **how)
+            how |= {"linestyle": _DASHES[line.dash], "linewidth": line.width, "drawstyle": style}
+            few = np.isfinite(np.asarray(line.y)).sum() < 4  # a line through them is short, or none
+            axes.plot(np.asarray(line.x), line.y, marker="o" if few else None, markersize=3, **how)
     for mark in chart.marks:
         draw = axes.axvline if mark.axis == "x" else axes.axhline
         draw(mark.at, color=ON_WHITE[mark.colour], linestyle=_DASHES[mark.dash], linewidth=1.0)

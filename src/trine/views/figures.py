@@ -1,4 +1,5 @@
-"""Every figure of a run, one function each. They take plain records, as `metrics.jsonl` and `eval.json` hold them.
+"""Figures of several runs, and what all figures drawn by Matplotlib share. What the dashboard shows of one run is in
+`trine.views.training_charts` and its neighbours.
 
 Colours are Okabe and Ito's, which people with the common kinds of colour blindness tell apart; lines that carry meaning
 also differ in style or are labelled where they lie. Figures are drawn without pyplot, so nothing global changes.
@@ -6,7 +7,6 @@ also differ in style or are labelled where they lie. Figures are drawn without p
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,30 +14,14 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter
 
 Record = Mapping[str, Any]
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 INK, GREY = "#222222", "#777777"
 LINE_COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
-
-# How the yardsticks of `eval.json` are called beside a curve, where room is short.
-BASELINES = {
-    "gzip": "gzip -9",
-    "ngram3": "byte 3-gram",
-    "ngram_best": "best byte n-gram",
-    "xz": "xz -9",
-    "xz_primed": "xz, training files seen",
-}
-
-NORMAL_P95 = 1.645  # standard deviations below which 95 % of a normal distribution lie
-LEGEND_SHARE = 0.45  # of the height below it that a legend of three lines gets
-OVER_LINES: Any = {"frameon": True, "framealpha": 1.0, "edgecolor": "none"}  # a legend that stage lines go behind
-STAGE_LINE: Any = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
-LOG_FROM = 5.0  # times the median that the tallest spike may be before a scale becomes logarithmic
 
 STYLE: Any = {
     "font.size": 9.5,
@@ -60,84 +44,6 @@ STYLE: Any = {
     "figure.facecolor": "white",
     "text.color": INK,
 }
-
-
-def learning_curve(metrics: Sequence[Record], evaluation: Record | None = None) -> Figure:
-    """Bits per byte of the training batches over tokens, the held-out result, and the baselines as level lines.
-
-    Raises:
-        ValueError: no step recorded.
-    """
-    return _single(_draw_learning, metrics, evaluation)
-
-
-def expert_load(metrics: Sequence[Record], experts: int, top_k: int) -> Figure:
-    """Balance of the experts over steps: load percentiles where recorded, MaxVio of each layer, the sampling floor.
-
-    MaxVio is (largest load - mean load) / mean load. The floor is what fair dice would give, sqrt(2 ln E / L) with L
-    the mean number of tokens an expert gets in a step; nothing below it is a merit of the balancer.
-
-    Raises:
-        ValueError: no step recorded.
-    """
-    _need_steps(metrics)
-    bands = [record for record in metrics if record.get("load_percentiles")]
-    with mpl.rc_context(STYLE):
-        figure = _figure(rows=2 if bands else 1)
-        axes = figure.subplots(2 if bands else 1, 1, sharex=True, squeeze=False)[:, 0]
-        if bands:
-            _draw_load_bands(axes[0], bands, experts, top_k)
-            axes[0].set_xlabel("")
-        _draw_max_vio(axes[-1], metrics, experts, top_k)
-    return figure
-
-
-def optimizer(metrics: Sequence[Record]) -> Figure:
-    """Learning rate, and the norm of the gradient before clipping, over steps.
-
-    Raises:
-        ValueError: no step recorded.
-    """
-    _need_steps(metrics)
-    with mpl.rc_context(STYLE):
-        figure = _figure(rows=2)
-        top, bottom = figure.subplots(2, 1, sharex=True)
-        _draw_rate(top, metrics)
-        top.set_xlabel("")
-        _draw_norm(bottom, metrics)
-    return figure
-
-
-def throughput(metrics: Sequence[Record]) -> Figure:
-    """Tokens a second over steps, with the median.
-
-    Raises:
-        ValueError: no step recorded.
-    """
-    return _single(_draw_throughput, metrics)
-
-
-def overview(
-    metrics: Sequence[Record], evaluation: Record | None, experts: int, top_k: int, title: str | None = None
-) -> Figure:
-    """The whole run on one picture: learning curve, balance, gradient norm, throughput.
-
-    Raises:
-        ValueError: no step recorded.
-    """
-    _need_steps(metrics)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
-        halves: Any = figure.subfigures(2, 1, height_ratios=(1.45, 1))
-        above, below = halves
-        _draw_learning(above.subplots(), metrics, evaluation)
-        left, middle, right = below.subplots(1, 3)
-        _draw_max_vio(left, metrics, experts, top_k)
-        _draw_norm(middle, metrics)
-        _draw_throughput(right, metrics)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    return figure
 
 
 def compare(names: Sequence[str], metrics: Sequence[Sequence[Record]]) -> Figure:
@@ -223,26 +129,6 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def sampling_floor(experts: int, mean_load: float) -> float:
-    """MaxVio to expect when every token picked its experts by fair dice: sqrt(2 ln E / L).
-
-    Args:
-        experts: E.
-        mean_load: L, tokens an expert gets on average in the batch.
-    """
-    return math.sqrt(2 * math.log(experts) / mean_load)
-
-
-def step_tokens(metrics: Sequence[Record]) -> list[int]:
-    """Tokens of each recorded step, from the running total; steps that were not recorded are spread evenly."""
-    sizes, last_total, last_step = [], 0, 0
-    for record in metrics:
-        steps = max(1, record["step"] - last_step)
-        sizes.append(max(1, round((record["tokens"] - last_total) / steps)))
-        last_total, last_step = record["tokens"], record["step"]
-    return sizes
-
-
 def _need_steps(metrics: Sequence[Record]) -> None:
     if not metrics:
         raise ValueError("metrics: found no step, need at least one")
@@ -252,181 +138,9 @@ def _figure(rows: int = 1) -> Figure:
     return Figure(figsize=(7.6, 2.0 + 2.2 * rows), dpi=120, layout="constrained")
 
 
-def _single(draw: Any, metrics: Sequence[Record], *arguments: Any) -> Figure:
-    _need_steps(metrics)
-    with mpl.rc_context(STYLE):
-        figure = _figure()
-        draw(figure.subplots(), metrics, *arguments)
-    return figure
-
-
-def _draw_learning(axes: Axes, metrics: Sequence[Record], evaluation: Record | None) -> None:
-    tokens = np.array([record["tokens"] for record in metrics], dtype=float)
-    bits = np.array([record["bits_per_byte"] for record in metrics], dtype=float)
-    axes.plot(tokens, bits, color=SKY, linewidth=0.8, alpha=0.55)
-    axes.plot(
-        tokens, smooth(bits), color=BLUE, linewidth=1.8, marker=_marker(bits), label="training batches (smoothed)"
-    )
-    levels: list[tuple[float, str, str]] = []
-    if evaluation is not None:
-        held_out = evaluation["bits_per_byte"]
-        if held_out is not None:
-            axes.plot(tokens[-1], held_out, "D", color=RED, markersize=7, zorder=5)
-            levels.append((held_out, f"held out: {held_out:.3f}", RED))
-        for name, level in (evaluation.get("baselines") or {}).items():
-            if name in BASELINES and level is not None:
-                levels.append((level, f"{BASELINES[name]}: {level:.3f}", INK))
-                axes.axhline(level, color=GREY, linewidth=0.9, linestyle=(0, (5, 3)))
-    heights = [level for level, _, _ in levels]
-    if np.isfinite(bits).any():
-        heights += [float(np.nanmin(bits)), float(np.nanpercentile(bits, 92))]
-    lowest, highest = min(heights, default=0.0), max(heights, default=1.0)
-    margin = 0.06 * (highest - lowest) or 0.1
-    axes.set_ylim(lowest - margin, highest + 2 * margin)
-    _label_levels(axes, levels)
-    _mark_stages(axes, metrics)
-    axes.set_title("Bits per byte")
-    axes.set_xlabel("training tokens")
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
-    axes.legend(loc="upper center", fontsize=8.5)
-
-
-def _mark_stages(axes: Axes, metrics: Sequence[Record]) -> None:
-    """A dotted line where each stage but the first begins."""
-    for at in stage_starts(metrics):
-        axes.axvline(metrics[at - 1]["tokens"], **STAGE_LINE)
-        axes.text(
-            *(metrics[at - 1]["tokens"], 0.02, f" stage {metrics[at]['stage'] + 1}"),
-            transform=axes.get_xaxis_transform(),
-            fontsize=7.5,
-            color=GREY,
-            va="bottom",
-        )
-
-
-def _mark_steps(axes: Axes, metrics: Sequence[Record]) -> None:
-    """The same over steps, without words: long stages may have few steps, and their names would overlap."""
-    for at in stage_starts(metrics):
-        axes.axvline(metrics[at]["step"] - 0.5, **STAGE_LINE)
-
-
-def _label_levels(axes: Axes, levels: list[tuple[float, str, str]]) -> None:
-    """Write each level's label to the right of the axes, pushed apart where levels lie close."""
-    low, high = axes.get_ylim()
-    gap = 0.062 * (high - low)
-    place = -math.inf
-    for level, text, colour in sorted(levels):
-        place = max(level, place + gap)
-        axes.annotate(
-            text,
-            xy=(1.0, level),
-            xytext=(1.03, place),
-            xycoords=axes.get_yaxis_transform(),
-            textcoords=axes.get_yaxis_transform(),
-            va="center",
-            fontsize=8.5,
-            color=colour,
-            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 0},
-        )
-
-
-def _draw_max_vio(axes: Axes, metrics: Sequence[Record], experts: int, top_k: int) -> None:
-    steps = np.array([record["step"] for record in metrics])
-    layers = [np.array(record["max_vio"] or [np.nan], dtype=float) for record in metrics]
-    mean, worst, best = (np.array([take(row) for row in layers]) for take in (np.mean, np.max, np.min))
-    axes.fill_between(steps, best, worst, color=SKY, alpha=0.4, linewidth=0, label="best to worst layer")
-    axes.plot(steps, mean, color=BLUE, linewidth=1.3, marker=_marker(mean), label="mean of the layers")
-    floor = [sampling_floor(experts, size * top_k / experts) for size in step_tokens(metrics)]
-    axes.plot(steps, floor, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="sampling floor")
-    finite = worst[np.isfinite(worst)]
-    tallest = float(finite.max()) if finite.size else 0.0
-    # The legend stands above everything that is drawn.
-    if finite.size and finite.min() > 0 and tallest > LOG_FROM * float(np.median(finite)):
-        axes.set_yscale("log")
-        lowest = min(float(np.nanmin(mean)), *floor)
-        axes.set_ylim(lowest / 1.5, tallest * (tallest / lowest) ** LEGEND_SHARE)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.set_ylim(0, (1 + LEGEND_SHARE) * max(0.5, tallest, *floor))
-    _mark_steps(axes, metrics)
-    axes.set_title("MaxVio of the experts")
-    _steps_below(axes)
-    axes.legend(loc="upper right", fontsize=8, **OVER_LINES)
-
-
-def _draw_load_bands(axes: Axes, bands: Sequence[Record], experts: int, top_k: int) -> None:
-    steps = [record["step"] for record in bands]
-    rows = {key: [record["load_percentiles"][key] for record in bands] for key in ("p5", "p50", "p95")}
-    label = "middle 90 % of the experts"
-    axes.fill_between(steps, rows["p5"], rows["p95"], color=SKY, alpha=0.4, linewidth=0, label=label)
-    axes.plot(steps, rows["p50"], color=BLUE, linewidth=1.4, label="median expert")
-    axes.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label="even load")
-    # Fair dice: a load is close to a normal number around the mean L with variance L (1 - 1/E).
-    spread = [NORMAL_P95 * math.sqrt((1 - 1 / experts) * experts / (size * top_k)) for size in step_tokens(bands)]
-    for sign, text in ((-1, "middle 90 % of fair dice"), (1, None)):
-        edge = [1 + sign * one for one in spread]
-        axes.plot(steps, edge, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label=text)
-    axes.set_ylim(0, 1.2 * max(*rows["p95"], 1 + max(spread)))  # room for the legend
-    _mark_steps(axes, bands)
-    axes.set_title("Load of an expert / mean load")
-    axes.legend(loc="upper right", fontsize=8, ncols=4, **OVER_LINES)
-
-
-def _draw_rate(axes: Axes, metrics: Sequence[Record]) -> None:
-    steps = [record["step"] for record in metrics]
-    rates: dict[str, list[float]] = {}
-    for record in metrics:
-        rate = record["lr"] if isinstance(record["lr"], Mapping) else {"learning rate": record["lr"]}
-        for name, value in rate.items():
-            rates.setdefault(name, []).append(value)
-    for (name, values), colour in zip(rates.items(), LINE_COLOURS, strict=False):
-        axes.plot(steps[: len(values)], values, color=colour, linewidth=1.5, label=name)
-    axes.set_ylim(bottom=0)
-    _mark_steps(axes, metrics)
-    axes.set_title("Learning rate")
-    if len(rates) > 1:
-        axes.legend(loc="upper right", fontsize=8)
-    _steps_below(axes)
-
-
-def _draw_norm(axes: Axes, metrics: Sequence[Record]) -> None:
-    steps = [record["step"] for record in metrics]
-    norms = np.array([record["grad_norm"] for record in metrics], dtype=float)
-    axes.plot(steps, norms, color=SKY, linewidth=0.8, alpha=0.6)
-    axes.plot(steps, smooth(norms), color=BLUE, linewidth=1.5, marker=_marker(norms))
-    if np.nanmin(norms) > 0 and np.nanmax(norms) > 30 * np.nanmedian(norms):
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    _mark_steps(axes, metrics)
-    axes.set_title("Gradient norm")
-    _steps_below(axes)
-
-
-def _draw_throughput(axes: Axes, metrics: Sequence[Record]) -> None:
-    steps = [record["step"] for record in metrics]
-    rates = np.array([record["tokens_per_s"] for record in metrics], dtype=float)
-    axes.plot(steps, rates, color=GREEN, linewidth=1.0, marker=_marker(rates))
-    median = float(np.nanmedian(rates))
-    axes.axhline(median, color=INK, linewidth=0.9, linestyle=(0, (5, 3)), label=f"median {short_count(median)}")
-    axes.set_ylim(0, 1.25 * float(np.nanmax(rates)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
-    _mark_steps(axes, metrics)
-    axes.set_title("Tokens a second")
-    axes.legend(loc="lower right", fontsize=8.5, **OVER_LINES)
-    _steps_below(axes)
-
-
 def _marker(values: np.ndarray) -> str | None:
     """A line through very few points needs the points."""
     return "o" if len(values) < 4 else None
-
-
-def _steps_below(axes: Axes) -> None:
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

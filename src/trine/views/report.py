@@ -8,15 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trine.config import from_dict
 from trine.data._files import write_atomically
 from trine.model import info
 from trine.train.errors import no_run
 from trine.train.stored import program
 from trine.views import figures
+from trine.views.balance_charts import floors
 from trine.views.chart import Chart
+from trine.views.report_charts import run_charts, run_figures, step_tokens
 from trine.views.report_eval import evaluation_figures, evaluation_sections
 from trine.views.report_inside import inside_charts, inside_figures, inside_section
+from trine.views.run_series import by_step
 from trine.views.tables import (
     EVALUATION_HEADINGS,
     MODEL_HEADINGS,
@@ -53,7 +58,7 @@ def write_report(run: str | Path) -> Path:
     """
     folder = Path(run)
     record = _read_run(folder)
-    metrics = read_lines(folder / "metrics.jsonl")
+    metrics = by_step(read_lines(folder / "metrics.jsonl"))
     if not metrics:
         raise ValueError(f"{folder / 'metrics.jsonl'}: no step recorded yet")
     evaluation = _read_json(folder / "eval.json")
@@ -65,11 +70,11 @@ def write_report(run: str | Path) -> Path:
     sections = [
         f"# {folder.name}",
         summary_line(record, metrics, facts),
-        _picture("The run at a glance", plots["overview"]),
+        _picture("The run at a glance", plots.get("overview")),
         _result(record, metrics, evaluation),
         *evaluation_sections(evaluation or {}, events, plots),
         _writing(sample.read_text(encoding="utf-8") if sample.exists() else None),
-        _balance(metrics, record["model"], plots["load"]),
+        _balance(metrics, record["model"], plots.get("load")),
         _training(metrics, plots),
         inside_section(inside, plots),
         f"## Model\n\n{markdown(MODEL_HEADINGS, model_rows(facts))}\n\n{memory_line(facts)}",
@@ -179,14 +184,9 @@ def _draw(
     inside: list[Chart],
 ) -> dict[str, str]:
     """All plots of the report; returns their paths relative to it."""
-    experts, top_k = record["model"]["experts"], record["model"]["top_k"]
     size_of = f"{parameters(facts['total'])} parameters (vocabulary {record['model']['vocab_size']:,})"
     title = f"{folder.name}: {size_of}, {duration(sum(_seconds(metrics)))}"
-    drawn = {
-        "overview": figures.overview(metrics, evaluation, experts, top_k, title),
-        "load": figures.expert_load(metrics, experts, top_k),
-        "optimizer": figures.optimizer(metrics),
-    }
+    drawn = run_figures(run_charts(folder), title)
     stages = [span["stage"]["length"] for span in record["plan"]]
     drawn |= evaluation_figures(evaluation or {}, stages) | inside_figures(inside)
     (folder / "plots").mkdir(exist_ok=True)
@@ -230,15 +230,18 @@ def _writing(sample: str | None) -> str:
     return f"## What it writes\n\n{fence}text\n{sample.rstrip()}\n{fence}"
 
 
-def _balance(metrics: Sequence[Record], model: Record, plot: str) -> str:
+def _balance(metrics: Sequence[Record], model: Record, plot: str | None) -> str:
     worst = {record["step"]: max(vio) for record in metrics if (vio := [v for v in record["max_vio"] if v is not None])}
     if not worst:
         return ""
     settled = [value for step, value in worst.items() if step >= SETTLED]
     dead = sum(record["dead_experts"] > 0 for record in metrics)
-    tokens = figures.step_tokens(metrics)
-    sizes = sorted({tokens[0], tokens[-1]})
-    floors = [figures.sampling_floor(model["experts"], size * model["top_k"] / model["experts"]) for size in sizes]
+    tokens = step_tokens(metrics)
+    sizes = sorted({int(one) for one in tokens[[0, -1]] if np.isfinite(one)})
+    dice = [
+        f"{floor:.2f} with {size:,}"
+        for size, floor in zip(sizes, floors(np.array(sizes), model["top_k"], model["experts"])[1], strict=True)
+    ]
     first = {record["step"] for record in metrics if record.get("stage", 0) == metrics[0].get("stage", 0)}
     lines = [f"Steps in which an expert got no token: {dead} of {len(metrics)}."]
     if settled:
@@ -256,19 +259,17 @@ def _balance(metrics: Sequence[Record], model: Record, plot: str) -> str:
             )
     else:
         lines.append(f"The largest MaxVio of any layer was {max(worst.values()):.2f}.")
-    dice = f"{floors[0]:.2f} with {sizes[0]:,} tokens a step"
-    if len(sizes) > 1:
-        dice += f" and {floors[-1]:.2f} with {sizes[-1]:,}"
-    lines.append(f"Fair dice would give about {dice}.")
-    return f"## Balance of the experts\n\n{' '.join(lines)}\n\n{_picture('Load of the experts', plot)}"
+    if dice:
+        lines.append(f"Fair dice would give about {' and '.join((f'{dice[0]} tokens a step', *dice[1:]))}.")
+    return f"## Balance of the experts\n\n{' '.join(lines)}\n\n{_picture('Load of the experts', plot)}".rstrip()
 
 
 def _training(metrics: Sequence[Record], plots: Mapping[str, str]) -> str:
     skipped = sum(not record.get("updated", True) for record in metrics)
     rates = sorted(record["tokens_per_s"] for record in metrics if record.get("tokens_per_s") is not None)
     speed = f"Median {rates[len(rates) // 2]:,.0f} tokens a second. " if rates else ""
-    picture = _picture("Learning rate and gradient norm", plots["optimizer"])
-    return f"## Training\n\n{speed}Steps whose update was not applied: {skipped}.\n\n{picture}"
+    picture = _picture("Loss, learning rate and norm of the gradient", plots.get("optimizer"))
+    return f"## Training\n\n{speed}Steps whose update was not applied: {skipped}.\n\n{picture}".rstrip()
 
 
 def _plan(record: Record) -> str:
@@ -318,8 +319,8 @@ def _next(folder: Path) -> str:
     return f"## Next\n\n{steps}"
 
 
-def _picture(label: str, path: str) -> str:
-    return f"![{label}]({path})"
+def _picture(label: str, path: str | None) -> str:
+    return f"![{label}]({path})" if path else ""
 
 
 def _seconds(metrics: Sequence[Record]) -> list[float]:
