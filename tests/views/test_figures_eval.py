@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from trine.views import figures_eval
-from trine.views.figures import save
 
 
 def cells(seed: int = 0, lengths: tuple[int, ...] = (512, 2048), chance: float = 0.25) -> list[dict[str, Any]]:
@@ -74,16 +71,3 @@ def test_symbol_recall_has_a_line_a_number_of_pairs() -> None:
     assert right.lines[0].get_xdata().tolist() == [96, 240]
     with pytest.raises(ValueError, match="recall: found no case"):
         figures_eval.symbol_recall([], 64)
-
-
-def test_depth_mix_and_similarity(tmp_path: Path) -> None:
-    rows = [{"label": "0 feed-forward", "weights": [0.25, 0.75]}, {"label": "head", "weights": [0.2, 0.3, 0.5]}]
-    figure = figures_eval.depth_mix(rows)
-    assert numbers(figure.axes[0]) == ["25", "75", "20", "30", "50"]
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["embedding", "block 1", "block 2"]
-    with pytest.raises(ValueError, match="mix: found no depth mix"):
-        figures_eval.depth_mix([])
-    square = figures_eval.layer_similarity({"labels": ["0", "head"], "values": [[1.0, 0.4], [0.4, 1.0]]})
-    assert numbers(square.axes[0]) == ["100", "40", "40", "100"]
-    with Image.open(save(square, tmp_path / "square.png")) as picture:
-        assert picture.width > 200

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from trine.views import depth_charts
+from trine.views.chart_render import to_csv, to_matplotlib
+from trine.views.probe_view import Probe
 from trine.views.report_eval import (
     evaluation_figures,
     evaluation_sections,
     guard_rows,
+    portrait_charts,
     recall_rows,
     source_rows,
     task_rows,
@@ -91,3 +98,29 @@ def test_recall_has_its_own_section() -> None:
     (text,) = evaluation_sections(found, [], {"recall": "plots/recall.png"})
     assert "| 256 | 4 | any | 95.3 % | 25.0 % | 0.120 | 5.20 | 256 |" in text and "plots/recall.png" in text
     assert set(evaluation_figures(found, [64])) == {"recall"}
+
+
+def test_the_look_inside_is_the_dashboards(looked: Callable[..., dict[str, Any]]) -> None:
+    line = looked(4)
+    depth, layers = line["depth"], line["layers"]
+    mix = [{"label": site, "weights": row} for site, row in zip(depth["sites"], depth["weights"], strict=True)]
+    portrait = {"mix": mix, "similarity": {"labels": layers["labels"], "values": layers["cka"]}}
+    found = portrait_charts({"portrait": portrait})
+    probe = Probe.of(line)
+    page = {"depth_mix": depth_charts.mix_weights(probe), "similarity": depth_charts.similarity(probe)}
+    assert list(found) == list(page)
+    for name, chart in found.items():
+        assert (to_csv(chart), chart.title, chart.x, chart.y) == (
+            to_csv(page[name]), page[name].title, page[name].x, page[name].y
+        )  # fmt: skip
+        assert chart.notes == page[name].notes[1:]  # all but when it was seen
+    written = [text.get_text() for text in to_matplotlib(found["depth_mix"]).axes[0].texts]
+    assert written == [f"{weight:.2g}" for row in depth["weights"] for weight in row]
+
+
+@pytest.mark.parametrize(
+    "portrait",
+    [None, {}, {"mix": [], "similarity": None}, {"similarity": {"labels": ["0", "head"], "values": [[1.0, 0.5]]}}],
+)
+def test_without_a_look_inside_there_is_no_picture_of_it(portrait: Any) -> None:
+    assert portrait_charts({"portrait": portrait}) == {}

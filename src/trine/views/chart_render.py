@@ -154,7 +154,9 @@ def _draw(figure: Figure, axes: Axes, chart: Chart) -> None:
     _level_words(axes, [mark for mark in chart.marks if mark.text and mark.axis == "y"])
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        axes.legend(handles, labels, fontsize=8, loc="best", ncols=2 if len(labels) > 4 else 1)
+        # a pale ground, for there may be no place where nothing is drawn
+        ground: dict[str, Any] = {"frameon": True, "framealpha": 0.8, "edgecolor": "none"}
+        axes.legend(handles, labels, fontsize=8, loc="best", ncols=2 if len(labels) > 4 else 1, **ground)
 
 
 def _words(axes: Axes, marks: Sequence[Mark]) -> None:
@@ -247,6 +249,7 @@ def _heatmap(figure: Figure, axes: Axes, heatmap: Heatmap, down: bool) -> None:
         colours[cells], extent=extent, origin="upper" if down else "lower", aspect="auto", interpolation="nearest"
     )
     axes.grid(False)
+    _cell_numbers(axes, heatmap, colours[cells])
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 
@@ -255,6 +258,20 @@ def _heatmap(figure: Figure, axes: Axes, heatmap: Heatmap, down: bool) -> None:
     bar.set_ticks([place for place, _ in ticks], labels=[text for _, text in ticks])
     bar.set_label(f"{heatmap.what} ({heatmap.unit})" if heatmap.unit else heatmap.what)
     bar.outline.set_visible(False)  # type: ignore[operator]
+
+
+def _cell_numbers(axes: Axes, heatmap: Heatmap, colours_RC3: Any) -> None:
+    """The value in each cell, where they are few enough to have room for it."""
+    values = np.asarray(heatmap.values)
+    width, high = _size(axes)
+    texts = {at: f"{value:.2g}" for at, value in np.ndenumerate(values) if np.isfinite(value)}
+    long = max(map(len, texts.values()), default=0)
+    if long * _LETTER > width / values.shape[1] or high / values.shape[0] < _LINE_OF_WORDS:
+        return
+    for (row, column), text in texts.items():
+        dark = float(colours_RC3[row, column] @ (0.299, 0.587, 0.114)) < 140  # weights of ITU-R BT.601
+        axes.text(heatmap.x0 + column, heatmap.y0 + row, text, ha="center", va="center", fontsize=7,
+                  color="white" if dark else ON_WHITE["ink"])  # fmt: skip
 
 
 def to_csv(chart: Chart) -> str:

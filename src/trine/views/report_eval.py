@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from trine.views import figures_eval
+from trine.views import depth_charts, figures_eval
+from trine.views.chart import Chart
+from trine.views.chart_render import to_matplotlib
+from trine.views.probe_view import Probe
+from trine.views.run_series import probe_note
 from trine.views.tables import Row, evaluation_table, markdown, terminal
 
 if TYPE_CHECKING:
@@ -32,12 +37,32 @@ def evaluation_figures(evaluation: Record, stages: Sequence[int]) -> dict[str, F
         drawn["gaps"] = figures_eval.recall_heatmaps(families, "gap")
     if evaluation.get("recall"):
         drawn["recall"] = figures_eval.symbol_recall(evaluation["recall"], max(stages))
+    return drawn | {name: to_matplotlib(chart) for name, chart in portrait_charts(evaluation).items()}
+
+
+def portrait_charts(evaluation: Record) -> dict[str, Chart]:
+    """The dashboard's figures of a look inside the model, of the look that an evaluation takes; those it has."""
     inside = evaluation.get("portrait") or {}
-    if inside.get("mix"):
-        drawn["depth_mix"] = figures_eval.depth_mix(inside["mix"])
-    if inside.get("similarity"):
-        drawn["similarity"] = figures_eval.layer_similarity(inside["similarity"])
-    return drawn
+    mix, alike = inside.get("mix") or [], inside.get("similarity") or {}
+    labels = alike.get("labels") or []
+    # What a line of probes.jsonl says more is not asked of an evaluation.
+    seen = Probe.of({
+        "step": 0,
+        "depth": {"sites": [row["label"] for row in mix], "weights": [row["weights"] for row in mix]},
+        "layers": {
+            "labels": labels,
+            "cka": alike.get("values"),
+            "tokens_alike": [None] * len(labels),
+            "next_alike": [None] * (len(labels) - 1),
+        },
+    })  # fmt: skip
+    charts = {"depth_mix": depth_charts.mix_weights(seen), "similarity": depth_charts.similarity(seen)}
+    when = probe_note(seen)  # the step is that of the evaluation
+    return {
+        name: replace(chart, notes=[note for note in chart.notes if note != when])
+        for name, chart in charts.items()
+        if not chart.empty
+    }
 
 
 def evaluation_sections(evaluation: Record, events: Sequence[Record], plots: Mapping[str, str]) -> list[str]:
