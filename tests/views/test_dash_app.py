@@ -20,7 +20,8 @@ from trine.views import dash_answer, dash_app, dash_guard
 from trine.views.dash_answer import Asked, answer, cell
 from trine.views.dash_script import SCRIPT
 from trine.views.dash_state import PAGES, Runs, View
-from trine.views.demo import DemoSize, write_demo
+from trine.views.demo import DemoSize, Incidents, write_demo
+from trine.views.run_view import RunView
 
 SIZE = DemoSize(layers=3, experts=16, top_k=2, steps=60, keep=20, tokens=1024, ranks=4)
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -566,6 +567,31 @@ def test_a_demo_replaces_demos_only(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, other)
     write_demo(other, DemoSize(layers=1, experts=8, top_k=1, steps=2, tokens=64, ranks=1), "x", "none")
     assert Runs([other]).span(0) == (1, 2)
+
+
+def test_a_demo_has_what_happens_to_losses(made: Path) -> None:
+    run = RunView(made)
+    records = {one["step"]: one for one in run.records()}
+    assert sorted(records) == list(range(1, 61))
+    kinds = [(one["kind"], one["step"]) for one in run.events() if one["kind"] in ("spike", "non_finite", "rollback")]
+    assert kinds == [("spike", 16), ("non_finite", 31), ("spike", 52), ("rollback", 52)]
+    assert records[16]["loss"] > records[15]["loss"] + 1 and records[31]["loss"] is None
+    assert not records[31]["updated"] and all(one["updated"] for step, one in records.items() if step != 31)
+    found = parts(json.loads(shown(made, page="training")))
+    names = [trace["name"] for trace in found["training-loss-0"]["plot"]["data"]]
+    assert names[-3:] == ["not finite", "spike", "rollback"]
+    marks = [one["text"] for one in found["training-gradient-0"]["plot"]["layout"]["annotations"]]
+    assert marks == ["stage 2, rows of 32,768", "stage 3, rows of 131,072", "clipped at 1"]
+    text = shown(made, page="training")
+    assert "Back from step 52 to step 51 (step-000051)." in text and "Steps whose update was not applied: 1." in text
+
+
+# a run's steps, and those in which something happens
+@pytest.mark.parametrize(
+    ("steps", "found"), [(39, (0, 0, 0, 0)), (40, (11, 21, 34, 33)), (2000, (540, 1040, 1720, 1670))]
+)
+def test_incidents_of_a_demo_keep_apart(steps: int, found: tuple[int, ...]) -> None:
+    assert Incidents.of(steps) == found
 
 
 # -- fuzz ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from trine.views.run_view import RunView
 
 @pytest.mark.parametrize(("layers", "steps"), [(1, 1), (6, 60), (92, 2000)])
 def test_a_demo_fills_both_pages(tmp_path: Path, layers: int, steps: int) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"format_version": 1, "model": {"layers": layers}}))
+    (tmp_path / "run.json").write_text(json.dumps({"format_version": 1, "model": {"layers": layers + 1}}))
     demo_probes.write(tmp_path, steps, 3)
     run = RunView(tmp_path)
     probes = run.probes()
@@ -30,7 +30,7 @@ def test_a_demo_fills_both_pages(tmp_path: Path, layers: int, steps: int) -> Non
 def test_the_same_seed_makes_the_same_demo(tmp_path: Path) -> None:
     made = []
     for seed in (3, 3, 4):
-        (tmp_path / "run.json").write_text(json.dumps({"format_version": 1, "model": {"layers": 3}}))
+        (tmp_path / "run.json").write_text(json.dumps({"format_version": 1, "model": {"layers": 4}}))
         demo_probes.write(tmp_path, 20, seed)
         made.append((tmp_path / "probes.jsonl").read_bytes())
     assert made[0] == made[1] != made[2]

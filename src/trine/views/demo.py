@@ -1,7 +1,8 @@
 """A synthesised run to look at the dashboard without training: 92 layers of 896 experts, written by the real recorder.
 
 Nothing in it was measured. Loads are Poisson counts around popularities that a bias evens out, with a few incidents:
-a layer whose experts die and come back, a change of the data, a bias that overshoots, a router that saturates.
+a layer whose experts die and come back, a change of the data, a bias that overshoots, a router that saturates; losses
+have a spike, a step that is not finite, and steps taken back.
 `python -m trine.views.demo FOLDER` writes it, with torch, which is why the dashboard lets a process of its own do it.
 """
 
@@ -18,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,8 @@ from trine.data._files import write_atomically
 
 DONE = "demo.json"
 """Name of the file that says a demo is whole."""
-DEMO_VERSION = 1
+DEMO_VERSION = 2
+"""Another one whenever a demo made anew would show something else: those of another version are."""
 _PROBITS = (-2.3263, -1.6449, 0.0, 1.6449, 2.3263)  # normal quantiles at MARGIN_LEVELS
 
 
@@ -35,7 +37,7 @@ _PROBITS = (-2.3263, -1.6449, 0.0, 1.6449, 2.3263)  # normal quantiles at MARGIN
 class DemoSize:
     """How large a demo is."""
 
-    layers: int = 92
+    layers: int = 92  # that have experts
     experts: int = 896
     top_k: int = 16
     steps: int = 2000
@@ -49,6 +51,23 @@ class DemoSize:
     def __post_init__(self) -> None:
         if min(self.layers, self.experts, self.steps, self.tokens) < 1 or not 1 <= self.top_k <= self.experts:
             raise ValueError(f"demo: found {self}, need numbers of 1 or more, and top_k not above experts")
+
+
+class Incidents(NamedTuple):
+    """Steps at which something happens to the losses; 0 in a run too short for it."""
+
+    spike: int
+    non_finite: int
+    back: int  # from which steps are taken back
+    to: int  # the step gone back to
+
+    @classmethod
+    def of(cls, steps: int) -> Incidents:
+        """Those of a run of so many steps."""
+        if steps < 40:
+            return cls(0, 0, 0, 0)
+        back = round(0.86 * steps)
+        return cls(round(0.27 * steps), round(0.52 * steps), back, back - max(1, steps // 40))
 
 
 class Loads:
@@ -117,27 +136,51 @@ def training_record(number: int, size: DemoSize, loads_LE: Array, random: np.ran
     part = number / size.steps
     loss = 3.1 * (1 + number / 40) ** -0.22 + 0.25 + 0.02 * random.standard_normal()
     loss += 0.35 * math.exp(-(part - 0.6) * size.steps / 25) if part > 0.6 else 0.0
+    incidents = Incidents.of(size.steps)
+    shock = math.exp((incidents.spike - number) / 5) if 0 < incidents.spike <= number else 0.0
+    loss += 1.4 * shock
+    finite = number != incidents.non_finite
     mean_L = loads_LE.mean(-1)
     stage = min(2, int(3 * part))
     seconds = 1.9 * (1 + 0.35 * stage) * (1 + 0.02 * random.standard_normal())
+    norm = float(0.6 + 2.0 * math.exp(-number / 60) + 0.08 * random.gamma(2.0) + 9.0 * shock)
     warm, late = min(1.0, number / (0.05 * size.steps)), min(1.0, (1 - part) / 0.2)
     return {
         "step": number,
         "stage": stage,
         "tokens": number * size.tokens,
-        "loss": loss,
-        "bits_per_byte": loss / math.log(2) / 3.9,
+        "loss": loss if finite else None,
+        "bits_per_byte": loss / math.log(2) / 3.9 if finite else None,
         "lr": 0.02 * warm * max(0.05, late),
-        "grad_norm": float(0.6 + 2.0 * math.exp(-number / 60) + 0.08 * random.gamma(2.0)),
+        "grad_norm": norm if finite else None,
         "tokens_per_s": size.tokens / seconds,
         "max_vio": [float(f"{one:.4g}") for one in loads_LE.max(-1) / mean_L - 1.0],
         "dead_experts": int((loads_LE == 0).sum()),
         "seconds": seconds,
         "load_percentiles": None,
-        "updated": True,
+        "updated": finite,
         "mtp_loss": None,
         "clipped_heads": 0,
     }
+
+
+def happenings(number: int, steps: int, loss: float | None, usual: float) -> list[tuple[str, dict[str, Any]]]:
+    """Events of a step, kind and fields, as a run would write them; ``usual`` is the loss before.
+
+    What steps that are taken back had said is gone from a run's files, so their events come before they are done again.
+    """
+    at = Incidents.of(steps)
+    if number == at.spike:
+        return [("spike", {"step": number, "loss": loss, "usual": usual})]
+    if number == at.non_finite:
+        return [("non_finite", {"step": number, "tensor": "gradient of layers.3.feed_forward.router.weight"})]
+    if at.back and number == at.to + 1:
+        checkpoint = f"step-{at.to:06d}"
+        return [
+            ("spike", {"step": at.back, "loss": 2.6 * usual, "usual": usual}),
+            ("rollback", {"step": at.back, "to_step": at.to, "checkpoint": checkpoint, "left_out": []}),
+        ]
+    return []
 
 
 def write_demo(folder: Path, size: DemoSize, name: str, policy: str, pause: float = 0.0) -> float:
@@ -186,13 +229,16 @@ def write_demo(folder: Path, size: DemoSize, name: str, policy: str, pause: floa
         sizes = {"layers": size.layers, "experts": size.experts, "top_k": size.top_k, "ranks": size.ranks}
         recorder = Recorder(folder / FILE_NAME, **sizes, keep=size.keep, listeners=[look])
         stack.callback(recorder.close, 60.0)
-        stage = -1
+        stage, usual = -1, 0.0
         for number in range(1, size.steps + 1):
             window = loads.step(number)
             record = training_record(number, size, window["loads_LE"], random)
             if record["stage"] != stage:
                 stage = record["stage"]
                 event("stage", step=number, stage=stage, length=8192 * 4**stage, step_tokens=size.tokens)
+            for kind, details in happenings(number, size.steps, record["loss"], usual):
+                event(kind, **details)
+            usual = record["loss"] or usual
             metrics.write(json.dumps(record) + "\n")
             metrics.flush()
             recorder.record(number, Window(**{key: torch.from_numpy(one) for key, one in window.items()}))
@@ -223,13 +269,14 @@ def _clear(folder: Path) -> None:
 
 
 def _run_json(size: DemoSize, name: str, policy: str) -> dict[str, Any]:
-    sizes = {"layers": size.layers, "dense_layers": 0, "experts": size.experts, "experts_per_token": size.top_k}
+    # the first layer has no experts, as in K3
+    sizes = {"layers": size.layers + 1, "dense_layers": 1, "experts": size.experts, "experts_per_token": size.top_k}
     model = {"preset": "demo", **sizes}
     return {
         "format_version": 1,
         "name": name,
         "demo": "synthesised, nothing in it was measured",
-        "config": {"steps": size.steps, "policy": policy},
+        "config": {"steps": size.steps, "policy": policy, "optimizer": {"clip": 1.0}},
         "plan": [
             {"first_step": -(-stage * size.steps // 3) or 1, "stage": {"length": 8192 * 4**stage}} for stage in range(3)
         ],

@@ -25,8 +25,8 @@ _BLOCKS = 8
 
 
 def write(folder: Path, steps: int, seed: int) -> None:
-    """Write ``probes.jsonl`` of a demo run whose ``run.json`` says how many MoE layers it has (the first is dense)."""
-    layers = int(json.loads((folder / "run.json").read_text(encoding="utf-8"))["model"]["layers"]) + 1
+    """Write ``probes.jsonl`` of a demo run whose ``run.json`` says how many layers it has."""
+    layers = int(json.loads((folder / "run.json").read_text(encoding="utf-8"))["model"]["layers"])
     look = _Looks(layers, np.random.default_rng(seed))
     lines = []
     for step in sorted({round(steps * i / (LOOKS - 1)) for i in range(LOOKS)}):
