@@ -18,7 +18,7 @@ from trine.balance.record_format import FILE_NAME, RecordError
 from trine.views.balance_data import BalanceData
 from trine.views.demo import DemoSize, write_demo
 from trine.views.probe_view import FILE_NAME as PROBES
-from trine.views.run_view import JsonLines, RunView
+from trine.views.run_view import JsonLines, RunView, find_runs
 
 SIZE = DemoSize(layers=2, experts=8, top_k=1, steps=4, tokens=64, ranks=1)
 
@@ -151,3 +151,50 @@ def test_damage_found_later_names_the_file_without_its_path(tmp_path: Path) -> N
     assert FILE_NAME in said and str(tmp_path) not in said and '"' not in said
     reader = run.recorder()
     assert reader is not None and np.isfinite(reader.summaries(1, 3)[1]).any()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", PROBES, "run.json", "eval.json", FILE_NAME])
+def test_links_lead_to_the_given_folders_only(tmp_path: Path, name: str) -> None:
+    runs, outside = tmp_path / "runs", tmp_path / "runs-of-others"
+    outside.mkdir()
+    write_demo(runs / "one", SIZE, "demo", "none")
+    (runs / "one" / "eval.json").write_text('{"format_version": 1, "bits_per_byte": 1.5}')
+    for file in (f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"):
+        (runs / "one" / file).unlink(missing_ok=True)
+    (runs / "one" / name).rename(outside / name)
+    (runs / "one" / name).symlink_to(outside / name)
+
+    def look(*folders: Path) -> tuple[bool, list[str]]:
+        (run,) = [one for one in find_runs(folders) if one.name == "one"]
+        parts = {
+            "metrics.jsonl": run.records(), "events.jsonl": run.events(), PROBES: run.probes(), "run.json": run.meta(),
+            "eval.json": run.evaluation(), FILE_NAME: run.recorder(),
+        }  # fmt: skip
+        notes = [note for note in run.notes() if "leads out" in note]
+        run.close()
+        assert all(bool(part) for other, part in parts.items() if other != name)
+        return bool(parts[name]), notes
+
+    for folders in ((runs,), (runs / "one",)):
+        there, notes = look(*folders)
+        said = "is a link that leads out of the folders given to trine dash, and left out."
+        assert not there and notes == [f"{name} {said}"]
+    assert look(runs, outside) == (True, [])  # what it leads to was given as well
+    (runs / "one" / name).unlink()
+    (outside / name).rename(runs / "kept")
+    (runs / "one" / name).symlink_to(Path("..") / "kept")
+    assert look(runs) == (True, [])
+    assert look(runs / "one")[0] is False
+
+
+def test_a_run_that_is_a_link_out_of_the_given_folder_is_not_shown(tmp_path: Path) -> None:
+    write_demo(tmp_path / "elsewhere" / "far", SIZE, "demo", "none")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "near").symlink_to(tmp_path / "elsewhere" / "far")
+    (run,) = find_runs([tmp_path / "runs"])
+    assert "is a link that leads out of the folders given" in run.problem()
+    assert not run.records() and not run.meta() and run.recorder() is None
+    (named,) = find_runs([tmp_path / "runs" / "near"])  # whoever names it means what it leads to
+    assert not named.problem() and len(named.records()) == SIZE.steps
+    both = find_runs([tmp_path / "runs", tmp_path / "elsewhere"])
+    assert not any(one.problem() for one in both)

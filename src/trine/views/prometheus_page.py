@@ -17,7 +17,7 @@ from trine.balance.record_format import RecordError
 from trine.views.chart import plain
 from trine.views.probe_view import Probe
 from trine.views.run_series import by_step, mean, number
-from trine.views.run_view import RunView
+from trine.views.run_view import RunView, moe_layers
 from trine.views.training_charts import layers_on
 
 TRAINING: Mapping[str, tuple[str, str]] = {
@@ -39,7 +39,6 @@ TRAINING: Mapping[str, tuple[str, str]] = {
 MOST_RUNS = 20
 """Of a page: those whose files were written last."""
 _MOST_KINDS = 40  # of events
-_MOST_LAYERS = 4096
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of the page."""
 
@@ -74,17 +73,6 @@ def newest(runs: Sequence[RunView], most: int = MOST_RUNS) -> list[RunView]:
         return list(runs)
     latest = sorted(range(len(runs)), key=lambda i: (runs[i].written(), i))[-most:]
     return [runs[i] for i in sorted(latest)]
-
-
-def moe_layers(run: RunView, count: int) -> range:
-    """The model's numbers of its ``count`` recorded MoE layers, as ``run.json`` tells; empty where it does not.
-
-    They are the layers after the dense ones. A layer that predicts one token more has the number after the last.
-    """
-    dense, layers = run.config("model", "dense_layers"), run.config("model", "layers")
-    if type(dense) is not int or type(layers) is not int or not 0 <= dense <= layers <= _MOST_LAYERS:
-        return range(0)
-    return range(dense, dense + count) if dense + count == layers + bool(run.config("model", "mtp")) else range(0)
 
 
 def _experts(run: RunView) -> Prometheus | None:

@@ -26,33 +26,58 @@ MOST_RECORDS = 4096
 MOST_EVENTS = 16_384
 """The same of ``events.jsonl``, where an alert that has lost its end would seem to be on."""
 _LONGEST_LINE = 1 << 20
+_MOST_LAYERS = 4096
 _LONGEST_FILE = 1 << 24  # of what is read whole
 _PIECE = 1 << 20
 _EVENTS = "events.jsonl"
 _MOST_A_LOOK = 1 << 26  # bytes of a file read at once; the rest follows at the next look
+_FOREIGN = "is no regular file and left out."
+_AWAY = "is a link that leads out of the folders given to trine dash, and left out."
 _COMPARED = 512  # bytes at the beginning, and before the place read up to, by which a file is known again
 
 Record = Mapping[str, Any]
 
 
 class NoRegularFile(OSError):
-    """A folder, a pipe or a device where a file should be."""
+    """A folder, a pipe or a device where a file should be; ``args[0]`` goes on after the file's name."""
 
 
-def open_regular(path: Path) -> IO[bytes]:
+class LeadsAway(NoRegularFile):
+    """A link whose target lies outside of the folders that may be shown."""
+
+
+Roots = tuple[Path, ...]
+
+
+def leads_away(path: Path, within: Roots) -> bool:
+    """Whether links in a path lead out of some folders, whose own links are resolved; never where there are none."""
+    if not within:
+        return False
+    real = Path(os.path.realpath(path))
+    return not any(real.is_relative_to(root) for root in within)
+
+
+def open_regular(path: Path, within: Roots = ()) -> IO[bytes]:
     """Open a file for reading; never waits for whoever would write to a pipe.
 
+    Args:
+        path: of the file.
+        within: folders that it must lie in once its links are followed; it may lie anywhere where there are none.
+
     Raises:
+        LeadsAway: it lies elsewhere; nothing was opened.
         NoRegularFile: it is no regular file; nothing was opened, so a device did nothing.
         OSError: absent, or cannot be read.
     """
+    if within and os.path.lexists(path) and leads_away(path, within):
+        raise LeadsAway(_AWAY)
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise NoRegularFile(f"{path}: is no regular file")
+        raise NoRegularFile(_FOREIGN)
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()  # it was replaced in between
-    raise NoRegularFile(f"{path}: is no regular file")
+    raise NoRegularFile(_FOREIGN)
 
 
 class JsonLines:
@@ -61,21 +86,28 @@ class JsonLines:
     A torn last line waits for its end; other lines that are no JSON objects are counted in ``bad``; ``why``
     says what ``keep`` found wrong last. One line in ``stride`` is kept. A file that was replaced, cut back or written
     over in its place is read from its beginning. Anything but a regular file is not opened: a pipe would hold the page
-    up for ever; ``foreign`` says so.
+    up for ever; ``foreign`` says why.
 
     Args:
         path: the file.
         most: lines that are kept.
         keep: what is kept of a line; a ValueError from it makes the line a bad one. The object itself by default.
+        within: folders that links may lead to, as of `open_regular`.
     """
 
-    def __init__(self, path: Path, most: int = MOST_RECORDS, keep: Callable[[Record], Any] | None = None) -> None:
-        self.path, self.most, self._keep = path, most, keep
+    def __init__(
+        self,
+        path: Path,
+        most: int = MOST_RECORDS,
+        keep: Callable[[Record], Any] | None = None,
+        within: Roots = (),
+    ) -> None:
+        self.path, self.most, self._keep, self._within = path, most, keep, within
         self._forget()
 
     def _forget(self) -> None:
         self.bad, self.why = 0, ""
-        self.foreign = False
+        self.foreign = ""
         self._identity: tuple[int, int] | None = None
         self._changed = -1  # when the file was, in nanoseconds
         self._head = self._tail = b""  # of what was read
@@ -87,7 +119,7 @@ class JsonLines:
     def read(self) -> list[Any]:
         """All lines so far, oldest first, thinned to ``most``; empty where there is no such file."""
         try:
-            with open_regular(self.path) as file:
+            with open_regular(self.path, self._within) as file:
                 status = os.fstat(file.fileno())
                 identity = (status.st_dev, status.st_ino)
                 if identity != self._identity or status.st_size < self._at or not self._knows(file, status):
@@ -101,9 +133,9 @@ class JsonLines:
                     self._head += piece[: _COMPARED - len(self._head)]
                     self._tail = (self._tail + piece[-_COMPARED:])[-_COMPARED:]
                     self._take(piece)
-        except NoRegularFile:
+        except NoRegularFile as error:
             self._forget()
-            self.foreign = True
+            self.foreign = str(error)
         except OSError:
             self._forget()
         beyond = self._last is not None and (not self._kept or self._kept[-1] is not self._last)
@@ -159,10 +191,11 @@ class RunView:
     Args:
         path: the folder; need not exist (any more).
         name: what it is called on the page; the folder's name by default.
+        within: folders that links in it may lead to, without links of their own; anywhere where there are none.
     """
 
-    def __init__(self, path: str | Path, name: str = "") -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, name: str = "", within: Roots = ()) -> None:
+        self.path, self.within = Path(path), within
         self.name = plain(name or self.path.resolve().name or str(self.path), 80) or "unnamed"
         self._lock = threading.RLock()
         self._lines: dict[str, JsonLines] = {}
@@ -186,6 +219,11 @@ class RunView:
         if not self.path.is_dir():
             gone = "is no folder" if self.path.exists() else "does not exist (any more)"
             return f"The run {self.name} cannot be shown: its folder {gone}."
+        if leads_away(self.path, self.within):
+            return (
+                f"The run {self.name} cannot be shown: its folder is a link that leads out of the folders given to "
+                "trine dash; give it the folder it leads to as well."
+            )
         if not any((self.path / name).exists() for name in ("run.json", "metrics.jsonl", FILE_NAME)):
             return (
                 f"{self.name} is no run: a run's folder has run.json, metrics.jsonl or {FILE_NAME}, this one has none."
@@ -203,7 +241,7 @@ class RunView:
                 if name == _EVENTS and lines.stride > 1:
                     found.append(f"{name}: so long that only one line in {lines.stride} is shown.")
                 if lines.foreign:
-                    found.append(f"{name} is no regular file and left out.")
+                    found.append(f"{name} {lines.foreign}")
                 if lines.bad:
                     why = f" ({lines.why})" if lines.why else ""
                     found.append(f"{name}: {lines.bad} damaged line{'s' if lines.bad > 1 else ''} left out{why}.")
@@ -250,7 +288,7 @@ class RunView:
             raise ValueError(f"name: found {name!r}, need a file's name")
         with self._lock:
             most = MOST_EVENTS if name == _EVENTS else MOST_RECORDS
-            return self._lines.setdefault(name, JsonLines(self.path / name, most)).read()
+            return self._lines.setdefault(name, JsonLines(self.path / name, most, None, self.within)).read()
 
     def records(self) -> list[Record]:
         """``metrics.jsonl``: one `trine.train.metrics.StepRecord` a step; only those with a whole step number."""
@@ -266,7 +304,7 @@ class RunView:
         stamp = _stamp(path)
         with self._lock:
             if self._evaluation is None or self._evaluation[0] != stamp:
-                self._evaluation = (stamp, *_read_meta(path))
+                self._evaluation = (stamp, *_read_meta(path, self.within))
             return self._evaluation[1]
 
     def probes(self) -> list[Probe]:
@@ -274,16 +312,22 @@ class RunView:
         with self._lock:
             lines = self._lines.get(PROBES)
             if lines is None:
-                lines = self._lines[PROBES] = JsonLines(self.path / PROBES, MOST_PROBES, Probe.of)
+                lines = self._lines[PROBES] = JsonLines(self.path / PROBES, MOST_PROBES, Probe.of, self.within)
             found = lines.read()
         return list({one.step: one for one in sorted(found, key=lambda one: one.step)}.values())
 
     def recorder(self) -> RecorderReader | None:
         """The recorder's file; None when there is none or it cannot be read, which `notes` explains."""
         with self._lock:
+            path = self.path / FILE_NAME
+            beside = [one for end in ("", "-wal", "-shm") if os.path.lexists(one := f"{path}{end}")]
+            if any(leads_away(Path(one), self.within) for one in beside):
+                if self._reader is not None:
+                    self._reader.close()
+                self._reader, self._why_no_reader = None, f"{FILE_NAME} {_AWAY}"
+                return None
             if self._reader is not None:
                 return self._reader
-            path = self.path / FILE_NAME
             self._why_no_reader = ""
             try:
                 if path.exists():
@@ -308,8 +352,19 @@ class RunView:
         stamp = _stamp(path)
         with self._lock:
             if self._meta is None or self._meta[0] != stamp:
-                self._meta = (stamp, *_read_meta(path))
+                self._meta = (stamp, *_read_meta(path, self.within))
             return self._meta[1], self._meta[2]
+
+
+def moe_layers(run: RunView, count: int) -> range:
+    """The model's numbers of its ``count`` recorded MoE layers, as ``run.json`` tells; empty where it does not.
+
+    They are the layers after the dense ones. A layer that predicts one token more has the number after the last.
+    """
+    dense, layers = run.config("model", "dense_layers"), run.config("model", "layers")
+    if type(dense) is not int or type(layers) is not int or not 0 <= dense <= layers <= _MOST_LAYERS:
+        return range(0)
+    return range(dense, dense + count) if dense + count == layers + bool(run.config("model", "mtp")) else range(0)
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
@@ -320,17 +375,17 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _read_meta(path: Path) -> tuple[dict[str, Any], str]:
+def _read_meta(path: Path, within: Roots) -> tuple[dict[str, Any], str]:
     try:
-        with open_regular(path) as file:
+        with open_regular(path, within) as file:
             text = file.read(_LONGEST_FILE + 1)
         if len(text) > _LONGEST_FILE:
             return {}, f"{path.name} is too large to be a run's."
         found = json.loads(text.decode("utf-8"))
     except FileNotFoundError:
         return {}, ""
-    except NoRegularFile:
-        return {}, f"{path.name} is no regular file and left out."
+    except NoRegularFile as error:
+        return {}, f"{path.name} {error}"
     except (OSError, ValueError, RecursionError):
         return {}, f"{path.name} is damaged and left out."
     version = found.get("format_version") if isinstance(found, dict) else None
@@ -347,8 +402,10 @@ def _read_meta(path: Path) -> tuple[dict[str, Any], str]:
 def find_runs(paths: Sequence[str | Path], most: int = 2000) -> list[RunView]:
     """The runs of some folders: each a run's own, or a folder of runs, newest first.
 
-    A folder that is neither is one run, whose `RunView.problem` says so.
+    A folder that is neither is one run, whose `RunView.problem` says so. Links in them may lead from one of these
+    folders to another, and nowhere else.
     """
+    within = tuple(Path(os.path.realpath(one)) for one in paths)
     found: dict[Path, RunView] = {}
     for one in map(Path, paths):
         inside: list[tuple[float, Path]] = []
@@ -358,7 +415,7 @@ def find_runs(paths: Sequence[str | Path], most: int = 2000) -> list[RunView]:
                     inside.append((-max(_stamp(child / name)[2] for name in _MARKS), child))
         for child in [path for _, path in sorted(inside)] or [one]:
             if len(found) < most:
-                found.setdefault(child.resolve(), RunView(child))
+                found.setdefault(child.resolve(), RunView(child, within=within))
     return list(found.values())
 
 
