@@ -117,6 +117,8 @@ def test_without_a_recorders_file_the_load_is_that_of_the_metrics(run_with: Call
     assert set(recorded) - set(told) == {"dead", "bias"}
     for key in LOAD:
         assert [line.name for line in told[key].lines] == [line.name for line in recorded[key].lines]
+        assert [mark.text for mark in told[key].marks] == ["stage 2, rows of 64"]
+        assert list(told[key].marks) == list(recorded[key].marks)
         for one, other in zip(
             (*told[key].lines, *told[key].bands), (*recorded[key].lines, *recorded[key].bands), strict=True
         ):
@@ -158,6 +160,11 @@ def test_runs_whose_numbers_are_not_finite(run_with: Callable[..., Path]) -> Non
     old = [metric(s, load_percentiles=None) for s in (1, 2)]
     assert names(run_charts(run_with("old", metrics=old, **RECORD)))["load"] == 1
     assert names(run_charts(run_with("some", metrics=some, **RECORD))) == {"overview": 4, "load": 2, "optimizer": 3}
+
+
+def test_a_run_that_was_stopped_shows_no_stage_to_come(run_with: Callable[..., Path]) -> None:
+    charts = run_charts(run_with(metrics=[metric(s) for s in range(1, 6)], **RECORD))
+    assert not [mark for chart in charts.values() for mark in chart.marks if mark.axis == "x"]
 
 
 def test_without_bytes_the_overview_shows_the_loss(run_with: Callable[..., Path]) -> None:

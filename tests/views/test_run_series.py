@@ -52,6 +52,9 @@ def test_marks_of_stages_and_of_the_step(run_with: Callable[..., Path]) -> None:
     plan = [{"first_step": 0}, {"first_step": 7}, {"first_step": 9, "stage": {"length": 4096}}, {"first_step": "x"}, 5]
     marks = stage_marks(RunView(run_with(plan=plan)))
     assert [(mark.at, mark.text) for mark in marks] == [(7, "stage 2"), (9, "stage 3, rows of 4,096")]
+    begun = [{"step": 7}, {"step": 8}]
+    assert [mark.at for mark in stage_marks(RunView(run_with("begun", plan=plan, metrics=begun)))] == [7]
+    assert stage_marks(RunView(run_with("before", plan=plan, metrics=begun[:1]))) == []
     assert stage_marks(RunView(run_with("odd", plan="none"))) == [] and step_marks(None) == []
     assert [(mark.at, mark.text) for mark in step_marks(1200)] == [(1200, "step 1,200")]
 

@@ -13,7 +13,8 @@ import numpy as np
 from trine.balance.record_format import MARGIN_LEVELS, Array, Frame
 from trine.views.balance_data import BalanceData, History
 from trine.views.chart import Axis, Band, Bars, Chart, Colour, Heatmap, Line, Mark, nothing
-from trine.views.run_series import STEPS
+from trine.views.run_series import STEPS, stage_marks
+from trine.views.run_view import RunView
 
 What = Literal["load", "bias", "saturation"]
 Order = Literal["number", "value"]
@@ -539,12 +540,19 @@ def time_charts(data: BalanceData, layer: int | None, follow: int | None = None)
     layer = layer if layer is not None and 0 <= layer < layers else None
     top_k = min(max(1, top_k), experts)
     with np.errstate(all="ignore"):
-        return [
+        charts = [
             percentile_chart(history, layer, top_k, experts),
             max_vio_chart(history, layer, top_k, experts),
             dead_chart(history, layer),
             bias_chart(data, history, layer, follow),
         ]
+    return with_stages(charts, data.run, history)
+
+
+def with_stages(charts: Sequence[Chart], run: RunView, history: History) -> list[Chart]:
+    """Figures over steps with a line where each stage of the run began."""
+    marks = [mark for mark in stage_marks(run) if mark.at < history.steps[-1]]
+    return [replace(chart, marks=[*chart.marks, *marks]) for chart in charts]
 
 
 _TITLES = {

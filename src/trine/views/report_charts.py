@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from trine.views import training_charts
-from trine.views.balance_charts import max_vio_chart, percentile_chart, time_charts
+from trine.views.balance_charts import max_vio_chart, percentile_chart, time_charts, with_stages
 from trine.views.balance_data import KEPT, BalanceData, History
 from trine.views.chart import Chart
 from trine.views.chart_render import panels
@@ -77,7 +77,8 @@ def _balance(run: RunView) -> list[Chart]:
         return []
     drawn = (("p50", percentile_chart), ("max_vio", max_vio_chart))
     with np.errstate(all="ignore"):
-        return [chart(history, None, top_k, experts) for name, chart in drawn if np.isfinite(history.of(name)).any()]
+        known = [chart(history, None, top_k, experts) for name, chart in drawn if np.isfinite(history.of(name)).any()]
+    return with_stages(known, run, history)
 
 
 def history_of(metrics: Sequence[Record]) -> History | None:

@@ -67,11 +67,12 @@ def step_marks(step: int | None) -> list[Mark]:
 
 
 def stage_marks(run: RunView) -> list[Mark]:
-    """A line where each stage of the plan but the first begins."""
+    """A line where each stage but the first began; stages to come are left out, else they would squeeze the curves."""
     plan = run.meta().get("plan")
+    last = max((one["step"] for one in run.records()), default=MOST_STEP)
     found = []
     for index, span in enumerate(plan[:_MOST_STAGES] if isinstance(plan, list) else ()):
-        if index and isinstance(span, dict) and whole(span.get("first_step")):
+        if index and isinstance(span, dict) and whole(span.get("first_step")) and span["first_step"] < last:
             stage = span.get("stage")
             length = stage.get("length") if isinstance(stage, dict) else None
             rows = f", rows of {length:,}" if whole(length) else ""
