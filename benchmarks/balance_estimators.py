@@ -8,7 +8,8 @@ Parts:
           logits.
   async   absolute biases that arrive 0 to 4 steps late (8192 tokens, 128 experts, 4 a token; base and drift).
   solve   92 layers x 896 experts x 256 bins.
-  step    what counting and solving add to a training step of the laptop preset.
+  step    what counting and solving add to a training step of the laptop preset, as a share of its passes alone: best
+          repeats on one thread, no optimizer. `recorder_cpu.py` times the whole step, which takes longer.
 
 One process per ``--seeds`` and ``--settings``: records of the same day are merged.
 """
@@ -187,10 +188,12 @@ def solve(threads: int, quiet: bool) -> list[common.Record]:
 
 
 def step(threads: int, quiet: bool) -> list[common.Record]:
-    """What one optimizer step of the laptop preset pays: counting in every pass, and the solve; beside the whole step.
+    """What one optimizer step of the laptop preset pays: counting in every pass, and the solve; beside its passes.
 
     Passes run one on a thread, as in training on a CPU, so everything is timed on one thread; the step's passes and
-    counts are shared by ``threads`` of them, its solve is not.
+    counts are shared by ``threads`` of them, its solve is not. A whole step of training is longer (docs/balance.md):
+    its passes slow each other down, its optimizer takes time, and here best repeats are compared. So the share is the
+    highest there is.
     """
     import torch
 
@@ -245,7 +248,8 @@ def step(threads: int, quiet: bool) -> list[common.Record]:
         counting = rows * layers * (best[f"counted, {estimator}"] - best["no counts"]) / threads
         ms = counting + best[f"solved, {estimator}"]
         share = ms / (rows * best["pass"] / threads + ms)
-        note = f"{100 * share:.2f} % of a step: counts {counting:.2f} ms, solve {best[f'solved, {estimator}']:.2f} ms"
+        solving = best[f"solved, {estimator}"]
+        note = f"{100 * share:.2f} % of a step's passes: counts {counting:.2f} ms, solve {solving:.2f} ms"
         found.append(
             common.Record(
                 *("balance-estimators", "step of the laptop preset", estimator.replace("_", "-"), ms),

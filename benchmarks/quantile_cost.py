@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -126,8 +127,33 @@ def main() -> None:
 # --- the page ---
 
 
+def boundary(times: Mapping[tuple[int, int], Mapping[str, float]]) -> str:
+    """One sentence: beyond which size an estimate beats the exact quantile, of milliseconds by (experts, tokens)."""
+
+    def part(way: str, name: str, size: Callable[[int, int], int], unit: str) -> str:
+        won = [size(*one) for one, ms in times.items() if ms[way] < ms["select"]]
+        lost = [size(*one) for one, ms in times.items() if ms[way] >= ms["select"]]
+        if not won or not lost:
+            return f"at {'every' if won else 'no'} measured size for {name}"
+        if max(lost) >= min(won):
+            return f"somewhere from {min(won):,} to {max(lost):,} {unit} for {name}"
+        return f"between {max(lost):,} and {min(won):,} {unit} for {name}"
+
+    experts, tokens = max(times, key=math.prod)
+    parts = (
+        part("signed-log", "the signed-log histogram", lambda e, t: e * t, "experts x tokens"),
+        part("sketch", "the sketch, however many the experts", lambda _, t: t, "tokens"),
+        part("histogram", "1000 equal bins", lambda e, t: e * t, "experts x tokens"),
+    )
+    return (
+        "The boundary of article B, beyond which an estimate takes less time than the exact quantile (*select*), lies "
+        f"{', '.join(parts[:2])}, and {parts[2]}; the largest measured is {experts} experts x {tokens:,} tokens = "
+        f"{experts * tokens:,}."
+    )
+
+
 def page() -> None:
-    """Table and curves from the newest record."""
+    """Table, curves and the boundary from the newest record."""
     from matplotlib.figure import Figure
 
     from trine.views import figures
@@ -137,6 +163,8 @@ def page() -> None:
     rows = {(row["case"], row["impl"]): row for row in json.loads(path.read_text())}
     any_row = next(iter(rows.values()))
     sizes = [(e, t) for e in EXPERTS for t in TOKENS if (f"T{t} E{e} k{e // SHARE}", "sort") in rows]
+
+    by_size = {(e, t): {way: rows[f"T{t} E{e} k{e // SHARE}", way]["ms"] for way in WAYS} for e, t in sizes}
 
     def of(experts: int, tokens: int, way: str) -> dict[str, float]:
         return rows[f"T{tokens} E{experts} k{experts // SHARE}", way]
@@ -165,7 +193,8 @@ def page() -> None:
     text = (
         f"{any_row['hardware']}, {any_row['threads']} thread{'s' if any_row['threads'] != 1 else ''}, "
         f"{any_row['date']}{state}. Best of the repeats.\n\n"
-        f"{markdown(heads, body)}\n\n![Time over tokens](images/quantile-cost.png)"
+        f"{markdown(heads, body)}\n\n{textwrap.fill(boundary(by_size), 120)}\n\n"
+        "![Time over tokens](images/quantile-cost.png)"
     )
     replace(DOCS / "balance.md", "quantile-cost", text)
 

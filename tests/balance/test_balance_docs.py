@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,73 @@ def test_the_default_estimator_is_argued_with_the_figures_of_the_records() -> No
     assert {row["seed"] for row in rows if row["case"].startswith("skew sigmoid")} == set(range(5))
     for part in expected:
         assert part in section, part
+
+
+def record(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The record of a benchmark that docs/balance.md names, by case and implementation."""
+    (path,) = {RESULTS / f"{one}.json" for one in re.findall(rf"{name}-[\w-]+-\d+", PAGES["docs/balance.md"])}
+    return {(row["case"], row["impl"]): row for row in json.loads(path.read_text(encoding="utf-8"))}
+
+
+def test_boundary_of_the_quantiles_is_that_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond so many experts x tokens histogram and sketch take less time than the exact quantile."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    boundary = importlib.import_module("quantile_cost").boundary
+    times: dict[tuple[int, int], dict[str, float]] = {}
+    for (case, way), row in record("quantile_cost").items():
+        tokens, experts = (int(part[1:]) for part in case.split()[:2])
+        times.setdefault((experts, tokens), {})[way] = row["ms"]
+    page = " ".join(PAGES["docs/balance.md"].split())
+    assert len(times) == 15 and boundary(times) in page and "largest measured is 256 experts x 65,536" in page
+    made_up = {(4, 10): dict.fromkeys(("select", "sketch", "histogram", "signed-log"), 1.0)}
+    made_up[4, 20] = {"select": 3.0, "sketch": 2.0, "histogram": 2.0, "signed-log": 4.0}
+    made_up[8, 20] = {"select": 3.0, "sketch": 2.0, "histogram": 4.0, "signed-log": 4.0}
+    found = boundary(made_up)
+    assert "at no measured size for the signed-log histogram, between 10 and 20 tokens for the sketch" in found
+    assert "somewhere from 80 to 160 experts x tokens for 1000 equal bins; the largest measured is 8 experts" in found
+
+
+def test_both_kinds_of_a_step_and_the_shares_of_them_are_those_of_the_records() -> None:
+    page = PAGES["docs/balance.md"]
+    section = page[page.index("## What balancing costs a run") : page.index("<!-- estimators: begin -->")]
+    recorder, ours = record("recorder_cpu"), record("balance-estimators")
+    whole = recorder["step laptop", "without"]["ms"]
+    (run,) = record("laptop_run").values()
+    rate = run["tokens_per_second_median"]
+    report, signed_log = (ours["step of the laptop preset", one] for one in ("report", "signed-log"))
+    alone = report["ms"] / report["floor_fraction"] - report["ms"]
+    assert signed_log["ms"] / signed_log["floor_fraction"] - signed_log["ms"] == pytest.approx(alone, abs=3)
+    assert f"| {whole:,.0f} |" in section and f"({rate:,.0f} tokens a second" in section
+    assert f": {4096e3 / rate:,.0f} ms)" in section
+    printed = int(re.findall(r"of the passes, (\d+) ms", section)[0])
+    assert printed == pytest.approx(alone, abs=1.5) and f"| {printed} |" in section
+    hand_over, all_of_it = (recorder["step laptop", one] for one in ("hand over", "all of it"))
+    rows = {
+        "counting and solving, report": (report, report["note"].split()[0]),
+        "counting and solving, signed-log": (signed_log, signed_log["note"].split()[0]),
+        "recorder, what training waits for": (hand_over, f"{100 * hand_over['ms'] / alone:.2f}"),
+        "recorder, all of its work": (all_of_it, f"{100 * all_of_it['ms'] / alone:.2f}"),
+    }
+    for name, (row, of_passes) in rows.items():
+        ms = row["ms"]
+        assert f"| {name} | {ms:.2f} | {of_passes} % | {100 * ms / whole:.2f} % |" in section
+    solved = [ours["solve 92x896x256", one]["ms"] for one in ("report", "signed-log")]
+    words = " ".join(section.split())
+    assert "takes {:.1f} ms with the report's estimator and {:.1f} ms with signed-log".format(*solved) in words
+
+
+def test_late_biases_are_said_to_be_what_was_recorded() -> None:
+    page = " ".join(PAGES["docs/balance.md"].split())
+    worst: dict[tuple[str, str], float] = {}
+    for (case, lag), row in record("balance-estimators").items():
+        if case.startswith("async"):
+            key = case.split()[1], lag
+            worst[key] = max(worst.get(key, 0.0), *row["max_violation"][20:])
+    none, three, four = (f"{worst['drift', f'lag {lag}']:.2f}" for lag in (0, 3, 4))
+    assert f"the worst MaxVio is {none} without a lag, {three} at lag 3 and {four} at lag 4" in page
+    assert f"the more the later the bias is: the worst is {none} at lag 0, {three} at lag 3, {four} at lag 4" in page
+    assert max(value for (router, _), value in worst.items() if router == "base") < 0.42
+    assert "recorded at 128 experts, with the report's estimator on scores" in page
 
 
 def test_table_of_softmax_routers_is_what_such_routers_do() -> None:
