@@ -39,7 +39,7 @@ the worst of any seed and step from the {settled}th on (floor {late_floor:.3f}):
 {late}
 
 - A router that stands still loses next to nothing by a lag: {base}.
-- One that drifts loses balance, the more the later the bias is: {drift}.
+- One that drifts loses balance by it: {drift}.
 
 """
 

@@ -153,7 +153,9 @@ def test_late_biases_are_said_to_be_what_was_recorded() -> None:
             worst[key] = max(worst.get(key, 0.0), *row["max_violation"][20:])
     none, three, four = (f"{worst['drift', f'lag {lag}']:.2f}" for lag in (0, 3, 4))
     assert f"the worst MaxVio is {none} without a lag, {three} at lag 3 and {four} at lag 4" in page
-    assert f"the more the later the bias is: the worst is {none} at lag 0, {three} at lag 3, {four} at lag 4" in page
+    assert (
+        f"One that drifts loses balance by it: the worst is {none} at lag 0, {three} at lag 3, {four} at lag 4" in page
+    )
     assert max(value for (router, _), value in worst.items() if router == "base") < 0.42
     assert "recorded at 128 experts, with the report's estimator on scores" in page
 
