@@ -80,9 +80,15 @@ def test_words_stand_in_no_others_way_and_where_there_is_no_room_there_are_none(
 def test_figures_on_one_picture_have_their_own_titles_and_notes_within_it() -> None:
     long = "A note that is longer than a narrow figure is wide. " * 4
     charts = [Chart(f"p-{i}", f"figure {i}", lines=[Line("a", [1, 2], [1, 1000 * i])], notes=[long]) for i in range(3)]
-    picture = chart_render.panels([charts[:2], [charts[2]]], of="all of them", width=10)
+    picture = chart_render.panels([charts[:2], [charts[2]]], of=f"all of them, {'x' * 70} {long}", width=10)
     assert [axes.get_title("left") for axes in picture.axes] == ["figure 0", "figure 1", "figure 2"]
     picture.draw_without_rendering()
+    (above,) = picture.texts
+    assert above.get_text().count("\n") >= 2
+    box = above.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= picture.bbox.x1 and box.y1 <= picture.bbox.y1
+    labels = [label.get_text() for label in picture.axes[2].get_yticklabels()]
+    assert "2,000" in labels and "500" in labels
     first, second, third = (axes.get_window_extent() for axes in picture.axes)
     assert first.x0 == pytest.approx(third.x0) and second.x1 == pytest.approx(third.x1)
     for axes in picture.axes:

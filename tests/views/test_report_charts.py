@@ -145,8 +145,13 @@ def names(charts: dict[str, Chart]) -> dict[str, int]:
 def test_one_step_is_drawn_as_points(run_with: Callable[..., Path]) -> None:
     charts = run_charts(run_with(metrics=[metric(1)], **RECORD))
     assert names(charts) == {"overview": 4, "load": 2, "optimizer": 3}
+    upright = run_figures(charts, "")["load"].axes[0].collections[1]
+    (((_, low), (_, high)),) = upright.get_segments()  # type: ignore[attr-defined]
+    assert (low, high) == (charts["percentiles"].bands[0].low, charts["percentiles"].bands[0].high)
     for axes in run_figures(charts, "")["overview"].axes:
         assert axes.lines[0].get_marker() == "o" and axes.lines[0].get_xdata() == [1]
+        low, high = axes.get_xlim()
+        assert [place for place in axes.get_xticks() if low <= place <= high] == [1]
 
 
 def test_runs_whose_numbers_are_not_finite(run_with: Callable[..., Path]) -> None:

@@ -82,7 +82,8 @@ def panels(rows: Sequence[Sequence[Chart]], of: str = "", width: float = 11.0) -
     one = width / columns
     talls = [max(_tall(chart, one) for chart in row) for row in rows]
     with mpl.rc_context(_style()):
-        figure = Figure(figsize=(width, sum(talls) + 0.3 * bool(of)), dpi=120, layout="constrained")
+        lines = textwrap.wrap(plain(of), int(8 * width))
+        figure = Figure(figsize=(width, sum(talls) + 0.3 * len(lines)), dpi=120, layout="constrained")
         figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)  # type: ignore[call-arg, union-attr]
         grid = figure.add_gridspec(len(rows), columns, height_ratios=talls)
         for i, row in enumerate(rows):
@@ -93,8 +94,8 @@ def panels(rows: Sequence[Sequence[Chart]], of: str = "", width: float = 11.0) -
                     how: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top"}
                     text = "\n".join(_notes(chart, one))
                     axes.annotate(text, (0.0, 0.0), (-22, -36), fontsize=7.5, color=ON_WHITE["grey"], **how)
-        if of:
-            figure.suptitle(plain(of, 120), x=0.01, ha="left", fontsize=12, fontweight="bold")
+        if lines:
+            figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=12, fontweight="bold")
     return figure
 
 
@@ -128,16 +129,18 @@ def _fill(figure: Figure, axes: Axes, chart: Chart, width: float) -> None:
 def _draw(figure: Figure, axes: Axes, chart: Chart) -> None:
     if chart.heatmap is not None:
         _heatmap(figure, axes, chart.heatmap, chart.y.down)
+    how: dict[str, Any]
     for band in chart.bands:
         colour = ON_WHITE[band.colour]
-        axes.fill_between(
-            np.asarray(band.x), band.low, band.high, color=colour, alpha=band.opacity, linewidth=0, label=band.name
-        )
+        x, how = np.asarray(band.x), {"color": colour, "alpha": band.opacity}
+        axes.fill_between(x, band.low, band.high, linewidth=0, label=band.name, **how)
+        if len(x) == 1:  # an area between single points is none
+            axes.vlines(x, band.low, band.high, linewidth=7, **how)
     for bars in chart.bars:
         width = bars.width if bars.width is not None else 0.8
         axes.bar(np.asarray(bars.x), bars.height, width=width, color=ON_WHITE[bars.colour], label=bars.name)  # type: ignore[arg-type]
     for line in chart.lines:
-        how: dict[str, Any] = {"color": ON_WHITE[line.colour], "label": line.name}
+        how = {"color": ON_WHITE[line.colour], "label": line.name}
         if line.points:
             axes.plot(np.asarray(line.x), line.y, linestyle="none", marker="o", markersize=3, **how)
         else:
@@ -223,8 +226,15 @@ def _axis(axes: Axes, name: Literal["x", "y"], axis: Axis) -> None:
         # The default writes powers as formulas, which this figure does not read.
         at.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         at.set_minor_formatter(FuncFormatter(lambda value, _: _between_decades(value, *at.get_view_interval())))
-    elif axis.whole:
-        at.set_major_locator(MaxNLocator(integer=True))
+    else:
+        low, high = sorted(at.get_view_interval())
+        if axis.whole:
+            at.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            if high - low < 1:  # one place: else there would be many marks around it, and none whole
+                middle = (low + high) / 2
+                (axes.set_xlim if name == "x" else axes.set_ylim)(middle - 0.5, middle + 0.5)
+        if max(abs(low), abs(high)) >= 1000:
+            at.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     if axis.ticks:
         at.set_ticks([place for place, _ in axis.ticks], labels=[text for _, text in axis.ticks])
     (axes.set_xlim if name == "x" else axes.set_ylim)(axis.low, axis.high)
