@@ -13,6 +13,7 @@ from trine.balance.window import Window
 from trine.views import balance_charts
 from trine.views.balance_data import BalanceData
 from trine.views.chart import Chart
+from trine.views.dash_axes import share_axes
 from trine.views.run_view import RunView
 
 LOADS = torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0]])
@@ -113,7 +114,7 @@ def test_what_grows_is_read_once_and_followed(data: BalanceData, tmp_path: Path)
 
 def test_side_by_side_shares_axes_and_colours(data: BalanceData) -> None:
     one, other = (by_key(balance_charts.step_charts(data, step, None, "bias")) for step in (1, 3))
-    heats = balance_charts.share_axes([one["heat"], other["heat"]])
+    heats = share_axes([one["heat"], other["heat"]])
     assert [chart.heatmap.high for chart in heats] == [2.0, 2.0]  # type: ignore[union-attr]
-    lows = balance_charts.share_axes([one["required"], other["required"]])
+    lows = share_axes([one["required"], other["required"]])
     assert lows[0].y == lows[1].y and lows[0].y.low is not None

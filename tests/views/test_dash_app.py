@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ import numpy as np
 import pytest
 
 from trine import _dash_verb
-from trine.balance.record_format import FILE_NAME
+from trine.balance.record_format import FILE_NAME, MARGIN_LEVELS
 from trine.train.errors import RunError
-from trine.views import dash_answer, dash_app, dash_guard
+from trine.views import balance_charts, dash_answer, dash_app, dash_guard
+from trine.views.balance_data import KEPT, History, Layers
+from trine.views.chart import Chart
 from trine.views.dash_answer import Asked, answer, cell
+from trine.views.dash_axes import share_axes
 from trine.views.dash_script import SCRIPT
 from trine.views.dash_state import PAGES, Runs, View
-from trine.views.demo import DemoSize, Incidents, write_demo
+from trine.views.demo import DEMO_VERSION, DemoSize, Incidents, is_done, write_demo
 from trine.views.run_view import RunView
 
 SIZE = DemoSize(layers=3, experts=16, top_k=2, steps=60, keep=20, tokens=1024, ranks=4)
@@ -66,7 +70,10 @@ def having(found: dict[str, Any]) -> dict[str, str]:
 def test_every_page_shows_its_figures_at_once(run: Path, page: str) -> None:
     text = shown(run, page=page)
     found = json.loads(text)
-    assert found["heading"] == f"{PAGES[page]}: good" and found["steps"] == [60] and found["layers"] == 3
+    assert found["heading"] == f"{PAGES[page]}: good" and found["steps"] == [60]
+    # numbers in the model, whose first layer is dense; on the page about gates also that one
+    numbers = {"balance": [1, 2, 3], "gates": [0, 1, 2, 3]}.get(page, [])
+    assert found["layers"] == [[one, f"layer {one}"] for one in numbers]
     assert len(found["figures"]) >= (8 if page == "balance" else 1)
     assert all("plot" in part for part in parts(found).values()) and "Traceback" not in text
 
@@ -116,6 +123,45 @@ def test_two_runs_share_a_logarithmic_axis_too(run: Path) -> None:
     assert "Below 0.5 is drawn at 0.5." in found["training-gradient-0"]["notes"]
 
 
+def test_two_runs_of_other_lengths_share_their_steps(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_demo(other, replace(SIZE, steps=25), "other", "none")
+    for page, key in (("balance", "max-vio"), ("training", "training-loss")):
+        found = parts(json.loads(shown(run, other, page=page)))
+        first, second = (found[f"{key}-{i}"]["plot"]["layout"]["xaxis"]["range"] for i in (0, 1))
+        assert first == second and first[0] < 10 and first[1] > 60
+        assert [found[f"{key}-{i}"]["over"][1] for i in (0, 1)] == [60, 25]  # the page's line stays on the data
+
+
+def load(key: str, high: float) -> Chart:
+    """A figure of the load over steps whose last value is ``high``, as `balance_charts` draws it."""
+    figures = np.ones((4, len(KEPT), 1), dtype=np.float32)
+    history = History(np.arange(1, 5), figures)
+    history.of("tokens")[:] = 400.0
+    history.of("p1")[:] = 0.0
+    history.of("max_vio")[:] = 0.2
+    history.of("p99")[-1] = history.of("max_vio")[-1] = high
+    draw = {"percentiles": balance_charts.percentile_chart, "max-vio": balance_charts.max_vio_chart}[key]
+    return draw(history, None, 1, 4)
+
+
+@pytest.mark.parametrize("key", ["percentiles", "max-vio"])
+def test_a_logarithmic_and_a_linear_figure_of_the_load_share_their_axis(key: str) -> None:
+    even, wild = load(key, 1.5), load(key, 40.0)
+    assert (even.y.log, wild.y.log) == (False, True)
+    for pair in ((even, wild), (wild, even)):
+        shared = share_axes(pair)
+        assert shared[0].y == shared[1].y and shared[0].y.log and shared[0].x == shared[1].x
+        low, high = shared[0].y.low, shared[0].y.high
+        assert low is not None and high is not None and 0 < low < 0.2 and high > 40
+    linear = share_axes([even, wild])[0]
+    if key == "percentiles":  # P1 is 0, which no logarithmic axis has
+        assert np.asarray(linear.bands[0].low).tolist() == [0.05] * 4
+        assert linear.y.ticks == wild.y.ticks and linear.notes[-1] == "Below 0.05 is drawn at 0.05."
+    else:
+        assert linear.lines[0].y is even.lines[0].y and linear.notes == even.notes
+
+
 def test_a_step_sends_the_figures_of_that_step_only(run: Path) -> None:
     client = dash_app.build([run]).server.test_client()
     first = get(client).get_json()
@@ -137,7 +183,7 @@ def test_of_a_large_picture_a_step_sends_the_pixels_only(tmp_path: Path) -> None
     client = dash_app.build([tmp_path / "large"]).server.test_client()
     first = get(client, what="bias", step=3).get_json()
     heat = parts(first)["heat-0"]
-    assert heat["cells"] == [60, 256] and "source" not in heat["plot"]["data"][0]
+    assert heat["cells"] == [60, 256, 1] and "source" not in heat["plot"]["data"][0]
     for step, parted in ((3, False), (4, True)):
         found = parts(get(client, what="load", step=step, **having(first)).get_json())["heat-0"]
         assert found["picture"].startswith("data:image/png;base64,") and found["picture"] != heat["picture"]
@@ -244,10 +290,10 @@ def test_a_cell_of_the_picture_is_told_in_words(run: Path) -> None:
     assert frame is not None
     load, mean = frame.loads_LE[2, 7], frame.loads_LE[2].mean()
     bias = f"bias {frame.bias_LE[2, 7]:.4g}."
-    want = f"Layer 2, expert 7: load {load / mean:.3g} times the layer's mean ({load:,.4g} tokens), {bias}"
+    want = f"Layer 3, expert 7: load {load / mean:.3g} times the layer's mean ({load:,.4g} tokens), {bias}"
     assert cell(step=55, row=2, column=7) == want
     most = int(np.argsort(frame.loads_LE[1], kind="stable")[15])
-    assert f"Layer 1, expert {most} (16 of 16 from the least)" in cell(step=55, row=1, column=15, order="value")
+    assert f"Layer 2, expert {most} (16 of 16 from the least)" in cell(step=55, row=1, column=15, order="value")
     assert "of the scores saturated" in cell(what="saturation", row=2, column=0)
     for words in ({"row": 3, "column": 0}, {"row": 0, "column": 16}, {"row": "x"}, {"what": "saturation", "row": 3}):
         assert cell(**{"column": 0, **words}) == ""
@@ -310,11 +356,15 @@ def not_finite(folder: Path) -> None:
         json.dumps({"step": i, "loss": float("nan"), "grad_norm": None, "max_vio": [float("inf")]}) for i in range(3)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    no_summaries(folder)
+
+
+def no_summaries(folder: Path) -> None:
     with sqlite3.connect(folder / FILE_NAME) as database:
         from trine.balance.record_format import pack_summary
 
         blob = pack_summary(np.full((1, 3, 25), np.nan, dtype=np.float32))
-        database.execute("UPDATE frames SET summary = ? WHERE tier = 0", (blob,))
+        database.execute("UPDATE frames SET summary = ?", (blob,))
     database.close()
 
 
@@ -337,6 +387,107 @@ def test_bad_input_is_a_sentence_on_the_page(run: Path, spoil: Callable[[Path], 
         text = shown(run, page=page)
         assert "Traceback" not in text and json.loads(text)["figures"]
         assert page != "balance" or sentence in text
+
+
+@pytest.mark.parametrize("layer", [None, 2])
+def test_of_figures_that_are_not_known_none_is_drawn_as_0(run: Path, layer: int | None) -> None:
+    no_summaries(run)
+    words = {} if layer is None else {"layer": layer}
+    found = parts(json.loads(shown(run, **words)))
+    said = "None of the recorded steps has a figure of it."
+    keys = ["percentiles-0", "max-vio-0", "dead-0", *(["bias-0"] if layer is None else [])]
+    for key in keys:
+        assert said in found[key]["description"] and not found[key]["plot"]["data"], key
+    assert [len(found[key]["query"]) for key in keys] == [0] * len(keys)  # nothing to save
+    (side,) = json.loads(shown(run, **words))["tiles"]
+    tiles = {name: (value, bad) for name, value, _, bad in side["tiles"]}
+    assert [tiles[name] for name in ("MaxVio, worst layer", "Dead experts", "Saturated scores")] == [
+        ("unknown", False)
+    ] * 3
+
+
+def test_a_gap_in_the_dead_is_no_0(run: Path) -> None:
+    data = Runs([run]).data(0)
+    history = data.history()
+    assert history is not None
+    dead = history.of("dead")
+    dead[:] = 0.0
+    dead[1], dead[2, 0] = np.nan, np.nan
+    for row, wanted in ((None, [0.0, math.nan, 0.0]), (0, [0.0, math.nan, math.nan])):
+        chart = balance_charts.dead_chart(history, row, data.layers)
+        np.testing.assert_array_equal(np.asarray(chart.lines[0].y)[:3], wanted)
+    dead[:] = 0.0
+    dead[3, 0] = 5.0
+    chart = balance_charts.dead_chart(history, None, data.layers)
+    area, steps = chart.bands[0], history.steps
+    # level from the step on until the next one, as the line
+    at = np.flatnonzero(np.asarray(area.high))
+    assert np.asarray(area.x)[at].tolist() == [steps[3], steps[4]] and np.asarray(area.high)[at].tolist() == [5, 5]
+
+
+def test_layers_are_called_by_their_numbers_in_the_model(run: Path) -> None:
+    meta = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**meta, "model": {**meta["model"], "layers": 40, "dense_layers": 37}}))
+    with open(run / "events.jsonl", "w") as file:
+        for text, layers in (
+            ("it: 4 in layers 0, 2, above 1", [0, 2]), ("it: 4 in layer 1 and 3 more, above 1", [1]),
+            ("in layer 1, of another kind", [0]), ("it: 4 in layer 1, above 1", None),
+        ):  # fmt: skip
+            event = {"kind": "balance_alert", "step": 9, "rule": "x", "begins": True, "text": text, "layers": layers}
+            file.write(json.dumps(event) + "\n")
+    client = dash_app.build([run]).server.test_client()
+    found = get(client, layer=38).get_json()
+    figures = parts(found)
+    assert found["layers"] == [[one, f"layer {one}"] for one in (37, 38, 39)]
+    for key in ("layer", "percentiles", "max-vio", "dead", "bias", "required", "ranks"):
+        assert "layer 38" in figures[f"{key}-0"]["title"], key
+    heat = figures["heat-0"]["plot"]
+    assert heat["data"][0]["y0"] == 37 and heat["layout"]["yaxis"]["range"] == [39.5, 36.5]
+    assert heat["layout"]["yaxis"]["title"]["text"] == "layer" and figures["heat-0"]["cells"] == [3, 16, 37]
+    everything = parts(get(client).get_json())
+    for key in ("layer", "required", "ranks"):
+        assert everything[f"{key}-0"]["plot"]["layout"]["xaxis"]["title"]["text"] == "layer", key
+        assert everything[f"{key}-0"]["plot"]["data"][0]["x"] == [37, 38, 39], key
+    assert parts(get(client, what="saturation").get_json())["heat-0"]["plot"]["data"][0]["y0"] == 37
+    words = {"runs": 0, "row": 2, "column": 0}
+    assert client.get("/cell", query_string=words, base_url="http://127.0.0.1").text.startswith("Layer 39, expert 0: ")
+    assert sorted(row[3] for row in found["tables"][0]["rows"]) == [
+        "in layer 1, of another kind",
+        "it: 4 in layer 1, above 1",
+        "it: 4 in layer 38 and 3 more, above 1",
+        "it: 4 in layers 37, 39, above 1",
+    ]
+    served = client.get("/metrics", base_url="http://127.0.0.1").text
+    assert 'trine_load_ratio{layer="39",quantile="0.5",run="good"}' in served
+    for other in (1, 36, 40):  # no such layer: all of them
+        assert "all layers" in parts(get(client, layer=other).get_json())["dead-0"]["title"]
+    # a run that does not tell which layers have experts: they are counted, and said to be
+    (run / "run.json").write_text(json.dumps({**meta, "model": {}}))
+    counted = get(client, layer=1).get_json()
+    assert counted["layers"][0] == [0, "MoE layer 0"] and "MoE layer 1" in parts(counted)["dead-0"]["title"]
+
+
+def test_the_layer_chosen_is_that_of_the_gates_too(run: Path) -> None:
+    found = parts(json.loads(shown(run, page="gates", layer=0)))  # the dense one
+    assert found["gates-decay-0"]["title"] == "Log-decay of the heads of layer 0"
+    client = dash_app.build([run]).server.test_client()
+    query = found["gates-decay-0"]["query"]
+    saved = client.get(f"/export/gates-decay.csv?{query}", base_url="http://127.0.0.1")
+    assert saved.status_code == 200 and "98 % of the gates" in saved.text
+
+
+def test_without_a_layer_required_bias_has_its_cutoff(run: Path) -> None:
+    frame = Runs([run]).data(0).frame(60)
+    assert frame is not None
+    chart = balance_charts.required_chart(frame, None, 2, Layers(1, "layer"))
+    (cut,) = [line for line in chart.lines if line.name == "cutoff: 12.5 % of tokens"]
+    want = [np.interp(0.125, MARGIN_LEVELS, edges) for edges in frame.margins_LQ]
+    np.testing.assert_allclose(cut.y, want, rtol=1e-6)
+    assert np.asarray(cut.x).tolist() == [1, 2, 3] and "Choose a layer to see its histogram." in chart.notes
+    frame.margins_LQ[1] = np.nan
+    frame.margins_LQ[2, 0] = 9.0  # not rising: no quantiles
+    bad = balance_charts.required_chart(frame, None, 2, Layers(1, "layer")).lines[1]
+    assert np.isfinite(bad.y).tolist() == [True, False, False]
 
 
 def test_a_run_deleted_while_open_is_told(run: Path) -> None:
@@ -410,7 +561,8 @@ def test_figures_and_their_data_are_saved(run: Path) -> None:
     assert b"<svg" in svg.data and 'filename="good-heat-step-50.svg"' in svg.headers["Content-Disposition"]
     table = get("/export/heat.csv?page=balance&runs=0&step=60").text.splitlines()
     assert len(table) == 1 + SIZE.layers and len(table[1].split(",")) == 1 + SIZE.experts
-    assert get("/export/loss.csv?page=training&runs=0").status_code in (200, 404)
+    losses = get("/export/training-loss.csv?page=training&runs=0").text.splitlines()
+    assert losses[0].startswith("series,") and len(losses) > 2 * SIZE.steps
     for bad in ("max-vio.png?runs=1", "max-vio.png?runs=-1", "none.png?runs=0", "max-vio.pdf?runs=0",
                 "max-vio.png?runs=0&page=etc", "max-vio.png"):  # fmt: skip
         found = get(f"/export/{bad}")
@@ -426,6 +578,21 @@ def test_figures_and_their_data_are_saved(run: Path) -> None:
         found = get(path)  # any other address is the page itself, or there is none
         assert found.status_code == 404 or "_dash-renderer" in found.text
         assert "root:" not in found.text and inside not in found.text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_figure_is_saved_in_every_kind(run: Path, page: str) -> None:
+    runs = Runs([run])
+    client = dash_app.build([run]).server.test_client()
+    shut = {chart.key: chart.empty for chart in runs.charts(page, 0, View()) if chart.empty}
+    assert not shut
+    for chart in runs.charts(page, 0, View()):
+        for kind, begins in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("csv", b"")):
+            path = f"/export/{chart.key}.{kind}?page={page}&runs=0"
+            saved = client.get(path, base_url="http://127.0.0.1")
+            assert saved.status_code == 200 and saved.data.startswith(begins), path
+            assert len(saved.data) > (3000 if kind != "csv" else 60), path
+            assert kind != "csv" or len(saved.text.splitlines()) > 2
 
 
 def test_saved_files_say_of_which_run_they_are(made: Path, tmp_path: Path) -> None:
@@ -558,6 +725,41 @@ def test_the_verb_binds_to_this_machine_and_makes_up_a_token_elsewhere(
     ):
         with pytest.raises(error):
             _dash_verb.main(args, seen.append)
+
+
+def test_the_demo_is_made_once_and_anew_for_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(_dash_verb.__file__).parents[1]))
+    folder = tmp_path / "runs" / "demo-small"
+    writers: list[Any] = []
+    write = _dash_verb._write_demo
+
+    def watched(*args: Any) -> Any:
+        writers.append(write(*args))
+        return writers[-1]
+
+    monkeypatch.setattr(_dash_verb, "_write_demo", watched)
+
+    def whole(server: Any) -> None:
+        assert server.port and writers[-1].wait(120) == 0
+
+    def shown() -> dict[str, Any]:
+        assert _dash_verb.main(["--demo-small", "--port", "0"], whole) == 0
+        return {one.name: one.stat().st_mtime_ns for one in folder.glob("*/demo.json")} | {
+            one.parent.name: one.read_text() for one in folder.glob("*/demo.json")
+        }
+
+    first = shown()
+    assert {"demo-quantile", "demo-sign"} <= set(first) and "steps in" in capfd.readouterr().err
+    assert shown() == first and "steps in" not in capfd.readouterr().err  # what is whole is taken as it is
+    for done in folder.glob("*/demo.json"):
+        done.write_text(json.dumps({**json.loads(done.read_text()), "demo_version": DEMO_VERSION - 1}))
+    assert not is_done(folder / "demo-quantile", 60)
+    shown()
+    said = capfd.readouterr().err
+    assert said.count("steps in") == 2 and is_done(folder / "demo-quantile", 60) and is_done(folder / "demo-sign", 15)
 
 
 def test_a_demo_replaces_demos_only(made: Path, tmp_path: Path) -> None:

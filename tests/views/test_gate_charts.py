@@ -10,6 +10,7 @@ import pytest
 
 from trine.views.chart import Chart
 from trine.views.gate_charts import TITLES, charts
+from trine.views.heatmap import scale_ticks
 from trine.views.run_view import RunView
 
 Line = dict[str, Any]
@@ -116,14 +117,26 @@ def test_a_crowd_of_heads_is_a_cell_each(run_with: Callable[..., Path], looked: 
     line["gates"] = [{**one, **wide, "layer": layer} for layer in (0, 2, 5)]
     line["gates"][1]["memory"] = [[1, 7, 100]] * 30
     line["gates"][2]["at_g_min"] = [0.5] * 29 + [None]
-    line["openness"] = [{**other, "values": other["values"] * 40, "mean": [0.25] * 80}]
+    line["gates"][2]["g_min"] = -2.0
+    for gate in line["gates"][:2]:
+        gate["g_min"] = -40.0
+    shut = {**other, "values": other["values"] * 40, "mean": [0.25] * 80}
+    line["openness"] = [{**shut, "layer": layer} for layer in (0, 7)]
     found = by_key(RunView(run_with(probes=[line])))
     cells = {key: chart.heatmap for key, chart in found.items() if chart.heatmap is not None}
     assert set(cells) == {"gates-decay", "gates-histogram", "gates-memory", "gates-bound", "gates-openness"}
     memory, bound, opened = (np.asarray(cells[f"gates-{key}"].values).T for key in ("memory", "bound", "openness"))
     assert memory.shape == (3, 30) and memory[1].tolist() == [7] * 30
     assert bound[2, :29].tolist() == [50] * 29 and np.isnan(bound[2, 29])
-    assert opened.tolist() == [[0.25] * 80] and found["gates-openness"].x.ticks == ((0.0, "0"),)
+    assert opened.tolist() == [[0.25] * 80] * 2 and found["gates-openness"].x.ticks == ((0.0, "0"), (1.0, "7"))
+    # bounds stand on the scale of colours, which reaches as far
+    decay = found["gates-decay"].heatmap
+    assert decay is not None and decay.high == 40
+    scale = scale_ticks(decay)
+    assert scale[-1] == (pytest.approx(1), "g_min -40") and [text for _, text in scale].count("40") == 0
+    (two,) = [place for place, text in scale if text == "g_min -2"]
+    assert decay.value_at(two) == pytest.approx(2, rel=1e-4) and scale == sorted(scale)
+    assert "Choose a layer" in found["gates-decay"].notes[-1]
     assert found["gates-memory"].x.ticks == ((0.0, "0"), (1.0, "2"), (2.0, "5"))
     assert np.asarray(cells["gates-decay"].values)[0, 0] == pytest.approx(-one["g"][0][3], rel=1e-5)
     for gate in line["gates"]:
@@ -131,3 +144,33 @@ def test_a_crowd_of_heads_is_a_cell_each(run_with: Callable[..., Path], looked: 
     same = by_key(RunView(run_with("same", probes=[line])))
     assert same["gates-memory"].heatmap is not None and same["gates-memory"].heatmap.high == 5
     assert same["gates-decay"].heatmap is not None
+
+
+def test_a_layer_shows_the_quantiles_of_every_head(run_with: Callable[..., Path], looked: Callable[..., Line]) -> None:
+    line = looked(1)
+    one, other = line["gates"][0], line["openness"][0]
+    wide = {key: one[key] * 15 for key in ("g", "memory", "at_g_min", "at_zero")}
+    line["gates"] = [{**one, **wide, "layer": layer, "g_min": -5.0 + layer} for layer in (0, 2, 4)]
+    line["gates"][1]["g"] = [[-3, -2, -1.5, -1, -0.5, -0.25, -(i + 1) / 256] for i in range(30)]
+    line["openness"] = [{**other, "layer": layer} for layer in (0, 3)]
+    run = RunView(run_with(probes=[line]))
+    found = {chart.key: chart for chart in charts(run, None, 2)}
+    decay = found["gates-decay"]
+    assert decay.title == "Log-decay of the heads of layer 2" and decay.heatmap is None and decay.y.log
+    assert decay.x.title == "head of layer 2" and not decay.bands
+    # the bound of this layer only
+    assert [(mark.at, mark.text, mark.axis) for mark in decay.marks] == [(3.0, "g_min = -3", "y")]
+    assert [bar.name for bar in decay.lines] == [f"{share} % of the gates" for share in (98, 90, 50)] + ["median"]
+    widths = [bar.width for bar in decay.lines[:3]]
+    assert widths == sorted(widths) and len(set(widths)) == 3
+    for bar, low, high in zip(decay.lines, (3, 2, 1.5), (None, 0.25, 0.5), strict=False):
+        upright = np.asarray(bar.y).reshape(30, 3)
+        assert upright[:, 0].tolist() == [low] * 30 and np.isnan(upright[:, 2]).all()
+        assert upright[:, 1].tolist() == ([(i + 1) / 256 for i in range(30)] if high is None else [high] * 30)
+        assert np.asarray(bar.x).tolist() == np.repeat(np.arange(30), 3).tolist()
+    assert decay.lines[3].points and np.asarray(decay.lines[3].y).tolist() == [1.0] * 30
+    assert found["gates-memory"].title == "Memory length of the heads of layer 2"
+    assert [len(np.asarray(bar.x)) for bar in found["gates-bound"].lines] == [30, 30]
+    assert found["gates-openness"].title == TITLES["gates-openness"]  # layer 2 has no output gates: all that have
+    unknown = {chart.key: chart for chart in charts(run, None, 9)}
+    assert unknown["gates-decay"].heatmap is not None and unknown["gates-decay"].title.startswith("Median")

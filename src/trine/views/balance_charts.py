@@ -1,4 +1,7 @@
-"""Figures of the load of experts, one function each, from what the recorder holds. Without torch."""
+"""Figures of the load of experts, one function each, from what the recorder holds. Without torch.
+
+Layers are rows here; what they are called is said by `Layers`. Only `step_charts` and `time_charts` take a number.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trine.balance.record_format import MARGIN_LEVELS, Array, Frame
-from trine.views.balance_data import BalanceData, History
+from trine.views.balance_data import UNNUMBERED, BalanceData, History, Layers
 from trine.views.chart import Axis, Band, Bars, Chart, Colour, Heatmap, Line, Mark, nothing
 from trine.views.run_series import STEPS, stage_marks
 from trine.views.run_view import RunView
@@ -27,11 +30,12 @@ TIME_KEYS = ("percentiles", "max-vio", "dead", "bias")
 
 _REACHES = (1.25, 2.0, 4.0)
 """How many times the mean load the ends of the colours may stand for; few, so that pictures mostly compare."""
-_LEAST = 0.05
+LEAST = 0.05
 """What smaller loads are drawn as on a logarithmic axis."""
 _TIMES = ((0.05, "0.05"), (0.1, "0.1"), (0.2, "0.2"), (0.5, "0.5"), (1.0, "1"), (2.0, "2"), (5.0, "5"), (10.0, "10"),
           (20.0, "20"), (50.0, "50"), (100.0, "100"))  # fmt: skip
 _PROBITS = {"p1": -2.326348, "p5": -1.644854, "p50": 0.0, "p95": 1.644854, "p99": 2.326348}
+_NO_FIGURE = "None of the recorded steps has a figure of it."
 _FOLLOWED: tuple[Colour, ...] = ("blue", "red", "green", "purple", "orange", "sky")
 
 
@@ -58,7 +62,7 @@ def heat_chart(data: BalanceData, frame: Frame, what: What, order: Order) -> Cha
     if what == "saturation":
         return _saturation(data)
     values_LE, note = _values(frame, what)
-    title = f"{'Load' if what == 'load' else 'Bias'} of every expert, {when(frame)}"
+    title, names = f"{'Load' if what == 'load' else 'Bias'} of every expert, {when(frame)}", data.layers
     across = "expert"
     if order == "value":
         values_LE = np.sort(values_LE, axis=1)
@@ -67,12 +71,17 @@ def heat_chart(data: BalanceData, frame: Frame, what: What, order: Order) -> Cha
         "heat",
         title,
         x=Axis(across, low=-0.5, high=values_LE.shape[1] - 0.5, whole=True),
-        y=Axis("MoE layer", low=-0.5, high=len(values_LE) - 0.5, whole=True, down=True),
-        heatmap=_coloured(values_LE, what),
+        y=_down(names, len(values_LE)),
+        heatmap=replace(_coloured(values_LE, what), y0=names.first),
         notes=(note,),
         height=1.45,
         wide=True,
     )
+
+
+def _down(names: Layers, count: int) -> Axis:
+    """The layers from above to below."""
+    return Axis(names.word, low=names.first - 0.5, high=names.first + count - 0.5, whole=True, down=True)
 
 
 def _values(frame: Frame, what: What) -> tuple[Array, str]:
@@ -105,14 +114,14 @@ def _saturation(data: BalanceData) -> Chart:
     title = "Saturated scores of every layer over steps"
     if history is None:
         return nothing("heat", title, data.problem or "Nothing was recorded.", height=1.45, wide=True)
-    share_PL, grid, at = history.of("saturated"), *_columns(history)
+    names, share_PL, grid, at = data.layers, history.of("saturated"), *_columns(history)
     places = np.linspace(0, len(grid) - 1, min(6, len(grid))).round().astype(int)
     return Chart(
         "heat",
         title,
         x=Axis("steps", low=-0.5, high=len(grid) - 0.5, ticks=tuple((float(i), str(grid[i])) for i in places)),
-        y=Axis("MoE layer", low=-0.5, high=share_PL.shape[1] - 0.5, whole=True, down=True),
-        heatmap=Heatmap(share_PL[at].T, "share of scores", 1e-5, 0.1, log2=True, palette="amount"),
+        y=_down(names, share_PL.shape[1]),
+        heatmap=Heatmap(share_PL[at].T, "share of scores", 1e-5, 0.1, log2=True, palette="amount", y0=names.first),
         notes=("Scores that fp32 cannot tell from 0 or 1, counted by layer; the largest share of a step.",),
         height=1.45,
         wide=True,
@@ -128,6 +137,8 @@ def _columns(history: History) -> tuple[Array, Array]:
 
 def cell_words(data: BalanceData, step: int | None, what: What, order: Order, row: int, column: int) -> str:
     """What one cell of `heat_chart` stands for, in words with its values; empty where there is no such cell."""
+    layer = data.layers.of(row)
+    layer = layer[0].upper() + layer[1:]
     if what == "saturation":
         history = data.history()
         if history is None:
@@ -136,7 +147,7 @@ def cell_words(data: BalanceData, step: int | None, what: What, order: Order, ro
         share_PL = history.of("saturated")
         if not (0 <= row < share_PL.shape[1] and 0 <= column < len(grid)):
             return ""
-        return f"Layer {row}, step {grid[column]:,}: {100 * share_PL[at[column], row]:.3f} % of the scores saturated."
+        return f"{layer}, step {grid[column]:,}: {100 * share_PL[at[column], row]:.3f} % of the scores saturated."
     frame = data.frame(step)
     if frame is None or not (0 <= row < len(frame.loads_LE) and 0 <= column < frame.loads_LE.shape[1]):
         return ""
@@ -150,19 +161,19 @@ def cell_words(data: BalanceData, step: int | None, what: What, order: Order, ro
             place = f" ({column + 1} of {frame.loads_LE.shape[1]} from the least)"
         tokens, bias = float(frame.loads_LE[row, expert]), float(frame.bias_LE[row, expert])
     load = f"{tokens / mean:.3g} times the layer's mean" if mean > 0 else "none in the whole layer"
-    return f"Layer {row}, expert {expert}{place}: load {load} ({tokens:,.4g} tokens), bias {bias:.4g}."
+    return f"{layer}, expert {expert}{place}: load {load} ({tokens:,.4g} tokens), bias {bias:.4g}."
 
 
-def layer_chart(frame: Frame, layer: int | None, what: What, order: Order, top_k: int) -> Chart:
+def layer_chart(frame: Frame, layer: int | None, what: What, order: Order, top_k: int, names: Layers) -> Chart:
     """One layer's experts, with the range that chance alone gives; without a layer, the layers' spread."""
     if layer is None:
-        return _layers_chart(frame, top_k)
+        return _layers_chart(frame, top_k, names)
     shown: What = "bias" if what == "bias" else "load"
     values_LE, note = _values(frame, shown)
     values_E = np.sort(values_LE[layer]) if order == "value" else values_LE[layer]
     experts = len(values_E)
     numbers = np.arange(experts)
-    title = f"{'Bias' if shown == 'bias' else 'Load'} of the experts of layer {layer}, {when(frame)}"
+    title = f"{'Bias' if shown == 'bias' else 'Load'} of the experts of {names.of(layer)}, {when(frame)}"
     across = Axis("expert" if order == "number" else "experts, least to most", low=-0.5, high=experts - 0.5, whole=True)
     if shown == "bias":
         lines = (Line("bias", numbers, values_E, "purple", points=order == "number" and experts > 200),)
@@ -180,15 +191,15 @@ def layer_chart(frame: Frame, layer: int | None, what: What, order: Order, top_k
     )  # fmt: skip
 
 
-def _layers_chart(frame: Frame, top_k: int) -> Chart:
+def _layers_chart(frame: Frame, top_k: int, names: Layers) -> Chart:
     layers, experts = frame.loads_LE.shape
-    numbers = np.arange(layers)
+    numbers = names.first + np.arange(layers)
     p = {name: frame.summary(name) for name in _PROBITS}
     _, floor_L = floors(_tokens_a_step(frame), top_k, experts)
     return Chart(
         "layer",
         f"Load by layer, {when(frame)}",
-        Axis("MoE layer", whole=True),
+        Axis(names.word, whole=True),
         Axis("load / mean load", low=0.0),
         bands=(
             Band("P1 to P99", numbers, p["p1"], p["p99"], "blue", 0.18),
@@ -214,26 +225,31 @@ def _over_layers(values_PL: Array, how: Literal["mean", "max", "min", "median", 
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # of steps without a figure
         reduce: Any = getattr(np, f"nan{how}")
-        return np.asarray(reduce(values_PL.astype(np.float64), axis=1))
+        found = np.asarray(reduce(values_PL.astype(np.float64), axis=1))
+    return np.where(np.isnan(values_PL).all(1), np.nan, found)  # a sum of nothing known is not 0
 
 
-def percentile_chart(history: History, layer: int | None, top_k: int, experts: int) -> Chart:
+def percentile_chart(
+    history: History, layer: int | None, top_k: int, experts: int, names: Layers = UNNUMBERED
+) -> Chart:
     """P1, P5, P50, P95, P99 of load over mean load over steps, and what chance alone gives."""
     p = {name: _over_layers(history.of(name), "mean", layer) for name in _PROBITS}
     cv_PL, _ = floors(_tokens_of(history), top_k, experts)
     cv = _over_layers(cv_PL, "mean", layer)
     chance = {name: np.maximum(0.0, 1 + z * cv) for name, z in _PROBITS.items()}
     steps = history.steps
-    where = "mean over layers" if layer is None else f"layer {layer}"
+    title = f"Percentiles of load over steps, {'mean over layers' if layer is None else names.of(layer)}"
+    if not any(np.isfinite(one).any() for one in p.values()):
+        return nothing("percentiles", title, _NO_FIGURE)
     y = Axis("load / mean load", low=0.0)
     notes = ["Within the dashed lines lies what a perfectly even router would show by chance."]
     if _finite_max(p["p99"]) > 3.0:
         y = Axis("load / mean load", log=True, ticks=_TIMES)
-        p, chance = ({name: np.maximum(one, _LEAST) for name, one in part.items()} for part in (p, chance))
-        notes.append(f"Below {_LEAST:g} is drawn at {_LEAST:g}.")
+        p, chance = ({name: np.maximum(one, LEAST) for name, one in part.items()} for part in (p, chance))
+        notes.append(f"Below {LEAST:g} is drawn at {LEAST:g}.")
     return Chart(
         "percentiles",
-        f"Percentiles of load over steps, {where}",
+        title,
         STEPS,
         y,
         bands=(
@@ -255,9 +271,12 @@ def _tokens_of(history: History) -> Array:
     return history.of("tokens")
 
 
-def max_vio_chart(history: History, layer: int | None, top_k: int, experts: int) -> Chart:
+def max_vio_chart(history: History, layer: int | None, top_k: int, experts: int, names: Layers = UNNUMBERED) -> Chart:
     """MaxVio, largest load over mean load minus 1, over steps: worst layer, median, and its floor."""
     value = history.of("max_vio")
+    title = f"MaxVio over steps{'' if layer is None else f', {names.of(layer)}'}"
+    if not np.isfinite(value if layer is None else value[:, layer]).any():
+        return nothing("max-vio", title, _NO_FIGURE)
     _, floor_PL = floors(_tokens_of(history), top_k, experts)
     lines = []
     if layer is None:
@@ -266,25 +285,29 @@ def max_vio_chart(history: History, layer: int | None, top_k: int, experts: int)
             Line("median layer", history.steps, _over_layers(value, "median", None), "blue"),
         ]
     else:
-        lines.append(Line(f"layer {layer}", history.steps, value[:, layer], "red"))
+        lines.append(Line(names.of(layer), history.steps, value[:, layer], "red"))
     lines.append(Line("by chance", history.steps, _over_layers(floor_PL, "mean", layer), "grey", "dash"))
     values = np.concatenate([np.asarray(line.y) for line in lines])
     positive = values[np.isfinite(values) & (values > 0)]
     wide = bool(len(positive)) and positive.max() > 20 * np.median(positive)
-    title = f"MaxVio over steps{'' if layer is None else f', layer {layer}'}"
     return Chart("max-vio", title, STEPS, Axis("largest load / mean load - 1", log=wide), lines=lines)
 
 
-def dead_chart(history: History, layer: int | None) -> Chart:
+def dead_chart(history: History, layer: int | None, names: Layers = UNNUMBERED) -> Chart:
     """Experts that should have got more than 10 tokens since their last, over steps."""
     count = _over_layers(history.of("dead"), "sum", layer)
-    title = f"Dead experts over steps, {'all layers' if layer is None else f'layer {layer}'}"
+    title = f"Dead experts over steps, {'all layers' if layer is None else names.of(layer)}"
+    known = count[np.isfinite(count)]
+    if not known.size:
+        return nothing("dead", title, _NO_FIGURE)
+    # the area has the steps of its line: level until the next point
+    x, level = np.repeat(history.steps, 2)[1:], np.repeat(count, 2)[:-1]
     return Chart(
         "dead",
         title,
         STEPS,
-        Axis("experts", low=0.0, high=None if count.size and np.nanmax(np.append(count, 0)) > 0 else 1.0, whole=True),
-        bands=(Band("", history.steps, np.zeros(len(count)), count, "red", 0.25),),
+        Axis("experts", low=0.0, high=None if known.max() > 0 else 1.0, whole=True),
+        bands=(Band("", x, np.zeros(len(x)), level, "red", 0.25),),
         lines=(Line("dead", history.steps, count, "red", steps=True),),
         notes=("An expert is dead once it should have got more than 10 tokens and got none.",),
     )
@@ -295,6 +318,8 @@ def bias_chart(data: BalanceData, history: History, layer: int | None, follow: i
     if layer is None:
         low_PL, high_PL = history.of("bias_min"), history.of("bias_max")
         steps = history.steps
+        if not (np.isfinite(low_PL).any() and np.isfinite(high_PL).any()):
+            return nothing("bias", "Bias over steps, all layers", _NO_FIGURE)
         lowest, highest = _over_layers(low_PL, "min", None), _over_layers(high_PL, "max", None)
         middle = (_over_layers(low_PL, "median", None), _over_layers(high_PL, "median", None))
         return Chart(
@@ -312,10 +337,12 @@ def bias_chart(data: BalanceData, history: History, layer: int | None, follow: i
             ),
             notes=("Choose a layer to follow single experts.",),
         )
-    found = data.biases(layer)
+    found, title = data.biases(layer), f"Bias over steps, {data.layers.of(layer)}"
     if found is None:
-        return nothing("bias", f"Bias over steps, layer {layer}", data.problem or "No bias can be read.")
+        return nothing("bias", title, data.problem or "No bias can be read.")
     steps, bias_PE = found
+    if not np.isfinite(bias_PE).any():
+        return nothing("bias", title, _NO_FIGURE)
     order = np.argsort(bias_PE[-1], kind="stable")
     experts = bias_PE.shape[1]
     picked = [int(order[round(at * (experts - 1))]) for at in (0.0, 0.25, 0.5, 0.75, 1.0)]
@@ -326,7 +353,7 @@ def bias_chart(data: BalanceData, history: History, layer: int | None, follow: i
         low, p5, p95, high = np.quantile(bias_PE, (0.0, 0.05, 0.95, 1.0), axis=1)
     return Chart(
         "bias",
-        f"Bias over steps, layer {layer}",
+        title,
         STEPS,
         Axis("bias"),
         bands=(
@@ -337,8 +364,8 @@ def bias_chart(data: BalanceData, history: History, layer: int | None, follow: i
     )
 
 
-def required_chart(frame: Frame, layer: int | None, top_k: int) -> Chart:
-    """Histogram of required bias of a layer with its cutoff; without a layer its quantiles in every one.
+def required_chart(frame: Frame, layer: int | None, top_k: int, names: Layers) -> Chart:
+    """Histogram of required bias of a layer with its cutoff; without a layer its quantiles and cutoff in every one.
 
     The required bias of an expert for a token is what would tie its score with the last one chosen (K3 report Eq. 13);
     its k / E quantile is the next bias. The recorder holds five quantiles, all experts of a layer together: between two
@@ -350,25 +377,32 @@ def required_chart(frame: Frame, layer: int | None, top_k: int) -> Chart:
     note = "From five quantiles of all experts together; the outer 1 % on each side is not drawn."
     if layer is None:
         q = {name: frame.margins_LQ[:, i] for i, name in enumerate(_PROBITS)}
-        numbers = np.arange(len(frame.margins_LQ))
+        numbers = names.first + np.arange(len(frame.margins_LQ))
+        cut_L = np.array([_cutoff(edges, share) for edges in frame.margins_LQ.astype(np.float64)])
+        if not (np.isfinite(frame.margins_LQ).any() or np.isfinite(bias_L).any()):
+            return nothing("required", f"Required bias by layer, {when(frame)}", "This step has no required biases.")
         return Chart(
             "required",
             f"Required bias by layer, {when(frame)}",
-            Axis("MoE layer", whole=True),
+            Axis(names.word, whole=True),
             Axis("required bias"),
             bands=(
                 Band("P1 to P99", numbers, q["p1"], q["p99"], "green", 0.18),
                 Band("P5 to P95", numbers, q["p5"], q["p95"], "green", 0.28),
                 Band("biases in force", numbers, bias_L.min(-1), bias_L.max(-1), "purple", 0.45),
             ),
-            lines=(Line("P50", numbers, q["p50"], "green"),),
+            lines=(
+                Line("P50", numbers, q["p50"], "green"),
+                Line(f"cutoff: {100 * share:.1f} % of tokens", numbers, cut_L, "red", "dash"),
+            ),
             notes=(
                 f"An expert is chosen where its bias is above what is required, by {100 * share:.1f} % of the tokens.",
+                "Choose a layer to see its histogram.",
             ),
         )
     edges = frame.margins_LQ[layer].astype(np.float64)
-    title = f"Required bias of layer {layer}, {when(frame)}"
-    if not np.isfinite(edges).all() or np.any(np.diff(edges) < 0) or edges[0] == edges[-1]:
+    title = f"Required bias of {names.of(layer)}, {when(frame)}"
+    if not _rises(edges) or edges[0] == edges[-1]:
         return nothing("required", title, "The recorder has no spread of required biases for this layer at this step.")
     width = np.diff(edges)
     mass = np.diff(MARGIN_LEVELS)
@@ -395,7 +429,18 @@ def required_chart(frame: Frame, layer: int | None, top_k: int) -> Chart:
     )
 
 
-def rank_chart(frame: Frame, layer: int | None, top_k: int, ranks: int, recorded: int) -> Chart:
+def _rises(edges_Q: Array) -> bool:
+    return bool(np.isfinite(edges_Q).all()) and not np.any(np.diff(edges_Q) < 0)
+
+
+def _cutoff(edges_Q: Array, share: float) -> float:
+    """The required bias that a share of the tokens stays under; NaN where the quantiles that are kept do not say."""
+    if not _rises(edges_Q) or not MARGIN_LEVELS[0] <= share <= MARGIN_LEVELS[-1]:
+        return math.nan
+    return float(np.interp(share, MARGIN_LEVELS, edges_Q))
+
+
+def rank_chart(frame: Frame, layer: int | None, top_k: int, ranks: int, recorded: int, names: Layers) -> Chart:
     """Load of expert-parallel ranks, each with a row of neighbouring experts: of a layer, or of each the fullest."""
     layers, experts = frame.loads_LE.shape
     title = f"Load of {ranks} ranks, {when(frame)}"
@@ -416,7 +461,7 @@ def rank_chart(frame: Frame, layer: int | None, top_k: int, ranks: int, recorded
     if layer is not None:
         numbers = np.arange(ranks)
         return Chart(
-            "ranks", f"Load of {ranks} ranks, layer {layer}, {when(frame)}", Axis("rank", whole=True), y,
+            "ranks", f"Load of {ranks} ranks, {names.of(layer)}, {when(frame)}", Axis("rank", whole=True), y,
             bars=(Bars("load", numbers, relative_LR[layer], "blue"),),
             marks=(Mark(float(floor_L[layer]), "fullest by chance", "y"), Mark(1.2, "alert", "y", "red", "dot")),
             notes=note,
@@ -424,10 +469,10 @@ def rank_chart(frame: Frame, layer: int | None, top_k: int, ranks: int, recorded
     worst_L = _over_layers(relative_LR, "max", None)
     high = max(1.25, min(_finite_max(worst_L) * 1.05, 1e6))
     return Chart(
-        "ranks", title, Axis("MoE layer", whole=True), Axis("fullest rank / mean", low=0.98, high=high),
+        "ranks", title, Axis(names.word, whole=True), Axis("fullest rank / mean", low=0.98, high=high),
         lines=(
-            Line("fullest rank", np.arange(layers), worst_L, "blue"),
-            Line("by chance", np.arange(layers), floor_L, "grey", "dash"),
+            Line("fullest rank", names.first + np.arange(layers), worst_L, "blue"),
+            Line("by chance", names.first + np.arange(layers), floor_L, "grey", "dash"),
         ),
         marks=(Mark(1.2, "alert", "y", "red", "dot"),), notes=note,
     )  # fmt: skip
@@ -446,105 +491,41 @@ def default_ranks(experts: int, recorded: int) -> int:
     return next((ranks for ranks in (8, 7, 6, 5, 4, 3, 2) if experts % ranks == 0 and ranks < experts), 1)
 
 
-def share_axes(charts: Sequence[Chart]) -> list[Chart]:
-    """Charts of several runs with one y axis, or one scale of colours, so that they can be compared by eye."""
-    maps = [one.heatmap for one in charts if one.heatmap is not None]
-    if len(maps) > 1 and len({(one.log2, one.palette) for one in maps}) == 1:
-        low, high = min(one.low for one in maps), max(one.high for one in maps)
-        return [
-            replace(one, heatmap=replace(one.heatmap, low=low, high=high)) if one.heatmap is not None else one
-            for one in charts
-        ]
-    drawn = [one for one in charts if not one.empty and one.heatmap is None]
-    if len(drawn) < 2:
-        return list(charts)
-    if any(one.y.log for one in drawn):
-        shared = iter(_share_log(drawn))
-        return [next(shared) if one in drawn else one for one in charts]
-    if any(one.y.ticks for one in drawn):
-        return list(charts)
-    ends = _ends(drawn)
-    if not ends:
-        return list(charts)
-    room = 0.04 * (max(ends) - min(ends)) or 0.5
-    lows = [one.y.low for one in drawn]
-    low = min(ends) - room if None in lows else min(one for one in lows if one is not None)
-    highs = [one.y.high for one in drawn]
-    high = max(ends) + room if None in highs else max(one for one in highs if one is not None)
-    return [replace(one, y=replace(one.y, low=low, high=high)) if one in drawn else one for one in charts]
-
-
-def _ends(charts: Sequence[Chart], above: float = -math.inf) -> list[float]:
-    """Least and largest of every curve, band and bar, of what is larger than ``above``."""
-    ends: list[float] = []
-    for one in charts:
-        parts = [np.asarray(line.y) for line in one.lines] + [np.asarray(bars.height) for bars in one.bars]
-        for band in one.bands:
-            parts += [np.asarray(band.low), np.asarray(band.high)]
-        for part in parts:
-            known = part[np.isfinite(part) & (part > above)]
-            ends += [float(known.min()), float(known.max())] if known.size else []
-    return ends
-
-
-def _share_log(charts: Sequence[Chart]) -> list[Chart]:
-    """Charts with one logarithmic y axis, though some have a linear one: what is 0 there lies at the least value."""
-    ends = _ends(charts, above=0.0)
-    if not ends:
-        return list(charts)
-    axis = next(one.y for one in charts if one.y.log)
-    least = max(min(ends), _LEAST) if axis.ticks else min(ends)
-    room = (max(ends) / least) ** 0.04 if max(ends) > least else 1.5
-    axis = replace(axis, low=least / room, high=max(ends) * room)
-    found = []
-    for one in charts:
-        shown = one
-        if not one.y.log and min(_ends([one]), default=least) < least:
-            lines = [replace(line, y=np.maximum(np.asarray(line.y), least)) for line in one.lines]
-            bands = [
-                replace(band, low=np.maximum(np.asarray(band.low), least), high=np.maximum(band.high, least))
-                for band in one.bands
-            ]
-            note = f"Below {least:.3g} is drawn at {least:.3g}."
-            shown = replace(one, lines=lines, bands=bands, notes=(*one.notes, note))
-        found.append(replace(shown, y=axis))
-    return found
-
-
 def step_charts(
     data: BalanceData, step: int | None, layer: int | None, what: What = "load", order: Order = "number", ranks: int = 0
 ) -> list[Chart]:
-    """The figures of one step, in the order of `STEP_KEYS`; ``ranks`` 0 takes `default_ranks`."""
+    """The figures of one step, in the order of `STEP_KEYS`; ``ranks`` 0 takes `default_ranks`, ``layer`` is a number
+    as of `BalanceData.layers`."""
     frame, sizes = data.frame(step), data.sizes
     if frame is None or sizes is None:
         why = data.problem or "Nothing was recorded."
         return [nothing(key, _TITLES[key], why, wide=key in ("heat", "layer")) for key in STEP_KEYS]
-    layers, experts, top_k, recorded = sizes
-    layer = layer if layer is not None and 0 <= layer < layers else None
+    _, experts, top_k, recorded = sizes
+    row, names = data.row(layer), data.layers
     top_k = min(max(1, top_k), experts)
     with np.errstate(all="ignore"):
         return [
             heat_chart(data, frame, what, order),
-            layer_chart(frame, layer, what, order, top_k),
-            required_chart(frame, layer, top_k),
-            rank_chart(frame, layer, top_k, ranks or default_ranks(experts, recorded), recorded),
+            layer_chart(frame, row, what, order, top_k, names),
+            required_chart(frame, row, top_k, names),
+            rank_chart(frame, row, top_k, ranks or default_ranks(experts, recorded), recorded, names),
         ]
 
 
 def time_charts(data: BalanceData, layer: int | None, follow: int | None = None) -> list[Chart]:
-    """The figures over steps, in the order of `TIME_KEYS`."""
+    """The figures over steps, in the order of `TIME_KEYS`; ``layer`` is a number as of `BalanceData.layers`."""
     history, sizes = data.history(), data.sizes
     if history is None or sizes is None:
         return [nothing(key, _TITLES[key], data.problem or "Nothing was recorded.") for key in TIME_KEYS]
-    layers, experts, top_k, _ = sizes
-    layer = layer if layer is not None and 0 <= layer < layers else None
+    _, experts, top_k, _ = sizes
+    row, names = data.row(layer), data.layers
     top_k = min(max(1, top_k), experts)
     with np.errstate(all="ignore"):
         charts = [
-            percentile_chart(history, layer, top_k, experts),
-            max_vio_chart(history, layer, top_k, experts),
-            dead_chart(history, layer),
-            bias_chart(data, history, layer, follow),
+            percentile_chart(history, row, top_k, experts, names),
+            max_vio_chart(history, row, top_k, experts, names),
+            dead_chart(history, row, names),
+            bias_chart(data, history, row, follow),
         ]
     return with_stages(charts, data.run, history)
 

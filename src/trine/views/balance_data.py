@@ -11,7 +11,7 @@ import numpy as np
 from trine.balance.record_format import SUMMARY, Array, Frame, RecordError
 from trine.balance.recorder_reader import Point, RecorderReader
 from trine.views.chart import plain
-from trine.views.run_view import RunView
+from trine.views.run_view import RunView, moe_layers
 
 MOST_POINTS = 600
 """Points that figures over steps are thinned to."""
@@ -36,6 +36,22 @@ class History(NamedTuple):
     def of(self, name: str) -> Array:
         """One column of `KEPT`, ``[P, L]``."""
         return self.figures[:, list(KEPT).index(name)]
+
+
+class Layers(NamedTuple):
+    """What the recorded layers are called: by their numbers in the model, as on the other pages, or where the run does
+    not tell them counted, and then said to be."""
+
+    first: int = 0  # number of the first; each has one more than the one before
+    word: str = "MoE layer"
+
+    def of(self, row: int) -> str:
+        """The layer of a row, in words."""
+        return f"{self.word} {self.first + row}"
+
+
+UNNUMBERED = Layers()
+"""Of a run that does not tell its layers' numbers."""
 
 
 class BalanceData:
@@ -84,6 +100,19 @@ class BalanceData:
             except RecordError as error:
                 self.problem = plain(error)
                 return None
+
+    @property
+    def layers(self) -> Layers:
+        """What its layers are called."""
+        sizes = self.sizes
+        numbers = moe_layers(self.run, sizes[0]) if sizes is not None else range(0)
+        return Layers(numbers[0], "layer") if numbers else UNNUMBERED
+
+    def row(self, number: int | None) -> int | None:
+        """The row of the layer of a number; None where there is none."""
+        sizes = self.sizes
+        row = -1 if number is None else number - self.layers.first
+        return row if sizes is not None and 0 <= row < sizes[0] else None
 
     def span(self) -> tuple[int, int] | None:
         """First and last step there is; None when there is none."""
@@ -163,7 +192,7 @@ class BalanceData:
             return frame
 
     def biases(self, layer: int) -> tuple[Array, Array] | None:
-        """``[P]`` int64 steps and ``[P, E]`` fp32 biases of one layer; None when there are none."""
+        """``[P]`` int64 steps and ``[P, E]`` fp32 biases of the layer of a row; None when there are none."""
         with self._lock:
             try:
                 reader = self._reader()

@@ -195,6 +195,7 @@ class Heatmap:
         palette: ``balance`` (less than 1 blue, 1 pale, more red), ``signed`` (the same around 0), ``amount``.
         x0, y0: what the first column and row stand for; the next ones are one more each.
         beyond: whether there may be values below ``low``, and above ``high``.
+        marks: values that the scale names, and in which words.
 
     Raises:
         ValueError: not two dimensions, or ends that are no range.
@@ -210,6 +211,7 @@ class Heatmap:
     x0: int = 0
     y0: int = 0
     beyond: tuple[bool, bool] = (True, True)
+    marks: tuple[tuple[float, str], ...] = ()
 
     def __post_init__(self) -> None:
         values = np.asarray(self.values, dtype=np.float32)
@@ -219,6 +221,7 @@ class Heatmap:
         if not ends or (self.log2 and self.low <= 0):
             raise ValueError(f"heatmap: found {self.low} to {self.high}, need a finite range, above 0 with log2")
         _set(self, values=values, what=plain(self.what), unit=plain(self.unit))
+        _set(self, marks=tuple((float(at), plain(text)) for at, text in self.marks))
 
     def places(self) -> Array:
         """Where each value lies between ``low`` (0) and ``high`` (1), ``[R, C]`` fp32; NaN where there is none."""

@@ -18,8 +18,9 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from trine.views.balance_charts import cell_words, share_axes
+from trine.views.balance_charts import cell_words
 from trine.views.chart import Chart
+from trine.views.dash_axes import share_axes
 from trine.views.dash_state import PAGES, Runs, View, kind_of, whole
 from trine.views.plotly_charts import to_plotly
 from trine.views.run_series import STEPS
@@ -97,7 +98,6 @@ def answer(runs: Runs, asked: Asked, busy: bool = False) -> bytes | None:
     spans = [span for side in asked.sides if (span := runs.span(side, asked.page)) is not None]
     low, high = (min(one[0] for one in spans), max(one[1] for one in spans)) if spans else (1, 1)
     views = [view_of(runs, side, asked.values, asked.page) for side in asked.sides]
-    sizes = runs.data(asked.sides[0]).sizes if asked.sides else None
     found: Json = {
         "version": version,
         "heading": f"{PAGES[asked.page]}: {' beside '.join(names)}" if names else PAGES[asked.page],
@@ -105,7 +105,7 @@ def answer(runs: Runs, asked: Asked, busy: bool = False) -> bytes | None:
         "silent": _silent(runs, asked.sides, names),
         "span": [low, high],
         "steps": [view.step for view in views],
-        "layers": sizes[0] if sizes else 0,
+        "layers": runs.layers(asked.sides[0], asked.page) if asked.sides else [],
         "known": runs.mark,
         "named": [runs.labels[side] for side in asked.sides] if len(runs) > 1 else [],
         "busy": busy,
@@ -227,7 +227,7 @@ def _part(asked: Asked, chart: Chart, place: int, view: View, who: str) -> Json:
     }
     if chart.key == "heat" and chart.heatmap is not None:
         rows, columns = np.asarray(chart.heatmap.values).shape
-        part["cells"] = [rows, columns]
+        part["cells"] = [rows, columns, chart.heatmap.y0]
         plot["layout"]["hovermode"] = False  # the page asks for the cell's words
     text = json.dumps(plot, separators=(",", ":"), allow_nan=False).encode()
     part["mark"] = f"{_mark(text)}.{_mark(picture) if picture else ''}"
@@ -242,7 +242,7 @@ def _part(asked: Asked, chart: Chart, place: int, view: View, who: str) -> Json:
 
 def _steps_of(chart: Chart) -> list[float] | None:
     """First and last step of a figure over steps; None of others. The line at a step stays between them."""
-    if chart.x != STEPS or chart.heatmap is not None or chart.empty:
+    if chart.x.label != STEPS.label or chart.heatmap is not None or chart.empty:
         return None
     columns = [np.asarray(line.x) for line in chart.lines] + [np.asarray(band.x) for band in chart.bands]
     ends = [float(end) for x in columns if x.size for end in (x[0], x[-1])]

@@ -105,7 +105,7 @@ def _layout(runs: Runs) -> Any:
             dcc.Store(id="theme", data="dark" if dark else "light"),
             dcc.Store(id="watching"),
             html.Header([brand, pages, right]),
-            _controls(runs, sides, span, view),
+            _controls(runs, page, sides, span, view),
             html.Main(body, id="main", tabIndex="-1"),
         ]
     )
@@ -116,7 +116,7 @@ def _aria(**words: str) -> Any:
     return {f"aria-{name}": text for name, text in words.items()}
 
 
-def _controls(runs: Runs, sides: tuple[int, ...], span: tuple[int, int], view: View) -> Any:
+def _controls(runs: Runs, page: str, sides: tuple[int, ...], span: tuple[int, int], view: View) -> Any:
     def labelled(text: str, control: Any, name: str = "") -> Any:
         label = html.Label(text, htmlFor=control.id, id=f"{control.id}-label")
         return html.Div([label, control], className=f"control {name}")
@@ -129,10 +129,10 @@ def _controls(runs: Runs, sides: tuple[int, ...], span: tuple[int, int], view: V
     step = dcc.Input(id="step", type="range", min=span[0], max=span[1], step=1, value=at)
     said = html.Output("", id="step-text", htmlFor="step", className="stepvalue")
     options, second = run_options(runs), sides[1] if len(sides) > 1 else None
-    sizes = runs.data(sides[0]).sizes if sides and view.layer is not None else None
-    layer = view.layer if sizes is not None and view.layer is not None and view.layer < sizes[0] else -1
+    named = dict(runs.layers(sides[0], page)) if sides and view.layer is not None else {}
+    layer = view.layer if view.layer in named else -1
     layers = [{"value": -1, "label": "all layers"}]
-    layers += [{"value": layer, "label": f"layer {layer}"}] if layer >= 0 else []
+    layers += [{"value": layer, "label": named[layer]}] if layer in named else []
     ranks = [{"value": one, "label": str(one) if one else "the run's"} for one in _RANKS]
     return html.Div(
         [
@@ -157,7 +157,7 @@ def _controls(runs: Runs, sides: tuple[int, ...], span: tuple[int, int], view: V
             ),
             choice("Heatmap", "what", {"load": "load", "bias": "bias", "saturation": "saturation"}),
             choice("Experts by", "order", {"number": "number", "value": "value"}),
-            labelled("Layer", dcc.Dropdown(layers, layer, id="layer", clearable=False), "layer balance-only"),
+            labelled("Layer", dcc.Dropdown(layers, layer, id="layer", clearable=False), "layer with-layers"),
             labelled("Ranks", dcc.Dropdown(ranks, 0, id="ranks", clearable=False), "layer balance-only"),
         ],
         className="controls",

@@ -16,7 +16,7 @@ window.trine = (() => {
   const link = new URLSearchParams(location.search);  // as a link or a reload has it
   for (const name of ['step', 'layer']) { if (/^\d{1,15}$/.test(link.get(name))) { chosen[name] = link.get(name); } }
   // What is on the page.
-  const shown = {version: '', fixed: '', keys: '', span: null, steps: [], known: '', layers: -1, words: {}, cost: 0,
+  const shown = {version: '', fixed: '', keys: '', span: null, steps: [], known: '', layers: '', words: {}, cost: 0,
     busy: false, parts: new Map(), newest: '', silent: [], taken: 0, lost: false, answered: null};
   const CONFIG = {displayModeBar: false, displaylogo: false, responsive: true, scrollZoom: false};
   const FORMATS = ['png', 'svg', 'csv'];
@@ -162,9 +162,14 @@ window.trine = (() => {
       set('run-a', {options: answer.runs});
       set('run-b', {options: answer.runs});
     }
-    if (answer.layers !== shown.layers) {
-      shown.layers = answer.layers;
-      const layers = [...Array(answer.layers).keys()].map(one => ({value: one, label: 'layer ' + one}));
+    const named = JSON.stringify(answer.layers);
+    if (named !== shown.layers) {
+      shown.layers = named;
+      const layers = answer.layers.map(([value, label]) => ({value, label}));
+      const at = Number(chosen.layer);  // one that this page has not got stays chosen for those that have
+      if (chosen.layer !== '' && !layers.some(one => one.value === at)) {
+        layers.push({value: at, label: 'layer ' + at + ' (not here)'});
+      }
       set('layer', {options: [{value: -1, label: 'all layers'}, ...layers]});
     }
     const [low, high] = answer.span;
@@ -371,7 +376,7 @@ window.trine = (() => {
       const {xaxis, yaxis} = part.box._fullLayout || {}, box = part.box.getBoundingClientRect();
       if (!xaxis) { return null; }
       const x = Math.round(xaxis.p2d(event.clientX - box.left - xaxis._offset));
-      const y = Math.round(yaxis.p2d(event.clientY - box.top - yaxis._offset));
+      const y = Math.round(yaxis.p2d(event.clientY - box.top - yaxis._offset)) - part.cells[2];
       return y >= 0 && y < part.cells[0] && x >= 0 && x < part.cells[1] ? [y, x] : null;
     };
     const hide = () => { part.told.hidden = true; };
@@ -384,13 +389,13 @@ window.trine = (() => {
     part.plot.addEventListener('pointerleave', hide);
     part.plot.addEventListener('blur', hide);
     part.plot.addEventListener('click', event => {
-      if (under(event)) { pressedCell(part.at); }  // a click's own place is a rounded one
+      if (under(event)) { pressedCell(part); }  // a click's own place is a rounded one
     });
     part.plot.addEventListener('keydown', event => {
       const far = event.shiftKey ? 10 : 1;
       const by = {ArrowUp: [-far, 0], ArrowDown: [far, 0], ArrowLeft: [0, -far], ArrowRight: [0, far]}[event.key];
       if (event.key === 'Escape') { hide(); }
-      if (event.key === 'Enter') { pressedCell(part.at); }
+      if (event.key === 'Enter') { pressedCell(part); }
       if (!by) { return; }
       event.preventDefault();
       part.at = part.at.map((one, i) => Math.min(Math.max(one + by[i], 0), part.cells[i] - 1));
@@ -405,14 +410,15 @@ window.trine = (() => {
     const text = await found.text(), {xaxis, yaxis} = part.box._fullLayout;
     part.told.textContent = text;
     part.told.hidden = !text;
-    const x = xaxis._offset + xaxis.d2p(column), y = yaxis._offset + yaxis.d2p(row);
+    const x = xaxis._offset + xaxis.d2p(column), y = yaxis._offset + yaxis.d2p(row + part.cells[2]);
     const left = Math.min(x + 12, part.plot.clientWidth - part.told.offsetWidth);
     Object.assign(part.told.style, {left: Math.max(left, 0) + 'px', top: y + 14 + 'px'});
   });
 
-  function pressedCell([row, column]) {
+  function pressedCell(part) {
+    const [row, column] = part.at, layer = row + part.cells[2];
     if (chosen.what !== 'saturation' && chosen.order === 'number') { chosen.expert = String(column); }
-    if (chosen.layer === String(row)) { draw(false); } else { set('layer', {value: row}); }
+    if (chosen.layer === String(layer)) { draw(false); } else { set('layer', {value: layer}); }
   }
 
   function pressedBar(point) {
@@ -436,7 +442,8 @@ window.trine = (() => {
     let followed = follow.includes('on');
     const most = shown.span ? shown.span[1] : Number(step), back = triggered.includes('step.value') && step < most;
     if (back) { followed = false; }
-    Object.assign(chosen, {runs, layer: layer >= 0 ? String(layer) : '', what, order, ranks: String(ranks), theme,
+    const of = layer !== null && layer >= 0 ? String(layer) : '';
+    Object.assign(chosen, {runs, layer: of, what, order, ranks: String(ranks), theme,
       step: followed ? '' : String(step)});
     if (followed && triggered.includes('follow.value') && Number(step) !== most) { set('step', {value: most}); }
     if (first !== null && (JSON.stringify(chosen) !== before || !shown.version)) { draw(false); }

@@ -17,7 +17,7 @@ from typing import Any
 from trine._log import logger
 from trine.views import balance_charts
 from trine.views.balance_charts import ORDERS, STEP_KEYS, WHATS, Order, What
-from trine.views.balance_data import BalanceData
+from trine.views.balance_data import UNNUMBERED, BalanceData, Layers
 from trine.views.chart import Chart, nothing, plain
 from trine.views.run_view import RunView, find_runs
 
@@ -201,7 +201,8 @@ class Runs:
             if page == "balance":
                 return self._balance(number, view, only or (lambda _: True))
             module = importlib.import_module(f"trine.views.{_OTHERS[page]}")
-            return list(module.charts(run, view.step))
+            chosen = {"layer": view.layer} if page == "gates" else {}
+            return list(module.charts(run, view.step, **chosen))
         except Exception as error:
             # Whatever a file holds must not take the page down; it is told, and logged with its trace.
             logger.warning("dashboard: %s of %s: %s: %s", page, run.name, type(error).__name__, error)
@@ -217,6 +218,19 @@ class Runs:
         time = balance_charts.time_charts(data, view.layer, view.expert) if only("time") else []
         by_key = {one.key: one for one in (*step, *time)}
         return [by_key[key] for key in BALANCE_ORDER if key in by_key]
+
+    def layers(self, number: int, page: str) -> list[tuple[int, str]]:
+        """Layers of a run that can be chosen on a page: numbers, and what they are called."""
+        run = self.run(number)
+        if run is None or run.problem():
+            return []
+        if page == "balance":
+            sizes, names = self.data(number).sizes, self.data(number).layers
+            return [(names.first + row, names.of(row)) for row in range(sizes[0] if sizes is not None else 0)]
+        probes = run.probes() if page == "gates" else []
+        last = probes[-1] if probes else None
+        seen = {one.layer for one in last.gates} | {one.layer for one in last.openness} if last is not None else set()
+        return [(layer, f"layer {layer}") for layer in sorted(seen)]
 
     def notes(self, number: int) -> list[str]:
         """Sentences about a run that stand above its figures."""
@@ -241,7 +255,8 @@ class Runs:
         if frame is None or sizes is None:
             return []
         layers, experts, top_k, _ = sizes
-        pick = slice(view.layer, view.layer + 1) if view.layer is not None and view.layer < layers else slice(None)
+        row = data.row(view.layer)
+        pick = slice(None) if row is None else slice(row, row + 1)
         tokens_L = frame.tokens_L / max(1, frame.steps)
         cv_L, floor_L = balance_charts.floors(tokens_L, min(max(1, top_k), experts), experts)
 
@@ -250,11 +265,12 @@ class Runs:
             return max(found, default=math.nan)
 
         def text(value: float) -> str:
-            return f"{value:.3g}" if math.isfinite(value) else "none"
+            return f"{value:.3g}" if math.isfinite(value) else "unknown"
 
         vio, floor = worst("max_vio"), float(floor_L[pick].max())
         p95, by_chance = worst("p95"), 1 + 1.645 * float(cv_L[pick].max())
-        dead = sum(one for one in frame.summary("dead", 2)[pick].tolist() if math.isfinite(one))
+        known = [one for one in frame.summary("dead", 2)[pick].tolist() if math.isfinite(one)]
+        dead = sum(known) if known else math.nan  # of nothing known it is not 0
         reach = float((frame.bias_LE.max(-1) - frame.bias_LE.min(-1))[pick].max())
         saturated = worst("saturated")
         shown = layers if pick == slice(None) else 1
@@ -262,10 +278,10 @@ class Runs:
             ("Experts", f"{shown * experts:,}", f"{shown} layer{'s' if shown > 1 else ''}, {top_k} a token", False),
             ("MaxVio, worst layer", text(vio), f"by chance {text(floor)}", vio > 4 * max(floor, 0.05)),
             ("P95 load, worst layer", text(p95), f"by chance {text(by_chance)}", p95 - by_chance + 1 > 1.5),
-            ("Dead experts", f"{dead:,.0f}", f"of {shown * experts:,}", dead > 0),
+            ("Dead experts", f"{dead:,.0f}" if known else "unknown", f"of {shown * experts:,}", dead > 0),
             ("Widest bias range", text(reach), "alert above 1", reach > 1),
-            ("Saturated scores", f"{100 * saturated:.2f} %" if math.isfinite(saturated) else "none", "alert above 1 %",
-             saturated > 0.01),
+            ("Saturated scores", f"{100 * saturated:.2f} %" if math.isfinite(saturated) else "unknown",
+             "alert above 1 %", saturated > 0.01),
         ]  # fmt: skip
 
     def alerts(self, number: int) -> list[tuple[int, str, bool, str, bool]]:
@@ -279,19 +295,32 @@ class Runs:
         found: list[tuple[int, str, bool, str, bool]] = []
         on: dict[str, int] = {}
         events = [one for one in run.events() if one.get("kind") == "balance_alert"]
+        names = self.data(number).layers if events else UNNUMBERED
         for event in events:
             step, rule = whole(event.get("step")), plain(event.get("rule", "?"), 40)
             if step is None:
                 continue
             begins, count = event.get("begins") is True, whole(event.get("count")) or 1
             on[rule] = max(0, on.get(rule, 0) + (count if begins else -count))
-            found.append((step, rule, begins, plain(event.get("text", "")), False))
+            text = _by_number(plain(event.get("text", "")), event.get("layers"), names)
+            found.append((step, rule, begins, text, False))
         newest = {rule: max(one[0] for one in found if one[1] == rule and one[2]) for rule, left in on.items() if left}
         marked = [(*one[:4], one[2] and newest.get(one[1]) == one[0]) for one in found]
         return sorted(marked, key=lambda one: (not one[4], -one[0]))[:_MOST_ALERTS]
 
 
 BALANCE_ORDER = ("heat", "layer", "percentiles", "max-vio", "dead", "bias", "required", "ranks")
+
+
+def _by_number(text: str, layers: Any, names: Layers) -> str:
+    """The sentence of an alert, whose layers count those with experts, with the numbers that the page calls them by."""
+    if not isinstance(layers, list) or not all(type(one) is int for one in layers) or not layers:
+        return text
+    word = "layers" if len(layers) > 1 else "layer"
+    before, found, after = text.partition(f" in {word} {', '.join(map(str, layers))}")
+    if not found or not after.startswith((",", " and ")) or names == UNNUMBERED:
+        return text
+    return f"{before} in {word} {', '.join(str(names.first + one) for one in layers)}{after}"
 
 
 def kind_of(page: str, key: str) -> str:

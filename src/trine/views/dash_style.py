@@ -75,6 +75,7 @@ td.number { font-variant-numeric:tabular-nums; white-space:nowrap; }
 table.alertlist td:nth-child(-n+3), th { white-space:nowrap; overflow-wrap:normal; }
 table.alertlist { min-width:520px; }
 header:has(nav a[aria-current=page]:not([href='/'])) ~ .controls .balance-only { display:none; }
+header:has(nav a[aria-current=page]:not([href='/'],[href='/gates'])) ~ .controls .with-layers { display:none; }
 .on { color:var(--bad); font-weight:650; } .off { color:var(--good); }
 .js-plotly-plot image, .js-plotly-plot .imagelayer image { image-rendering:pixelated; }
 .modebar { display:none !important; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+from dataclasses import replace
 
 import numpy as np
 
@@ -78,4 +79,12 @@ def scale_ticks(heatmap: Heatmap, most: int = 5) -> list[tuple[float, str]]:
         text = f"{value:.3g}"
         below, above = heatmap.beyond[0] and place == 0.0, heatmap.beyond[1] and place == 1.0
         found.append((place, f"≤ {text}" if below else f"≥ {text}" if above else text))
-    return found
+    marks = [(float(place), text) for at, text in heatmap.marks for place in _places_of(heatmap, at)]
+    near = 0.4 / max(1, most - 1)
+    return sorted([one for one in found if all(abs(one[0] - place) > near for place, _ in marks)] + marks)
+
+
+def _places_of(heatmap: Heatmap, value: float) -> list[float]:
+    """Where a value lies on the scale; nowhere beyond its ends."""
+    inside = heatmap.low <= value <= heatmap.high * (1 + 1e-9)
+    return [float(replace(heatmap, values=[[value]]).places()[0, 0])] if inside else []
