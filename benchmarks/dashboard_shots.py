@@ -60,7 +60,7 @@ def main() -> None:
             settle(page)
             save(page, "balance")
             page.evaluate(CLICK, ["820", [0, 1]])
-            choose(page, "layer", "layer 36")
+            choose(page, "layer", "layer 37")
             # figures out of sight are not drawn
             page.set_viewport_size({"width": 1280, "height": 2700})
             settle(page)
