@@ -149,13 +149,26 @@ def test_pressing_the_heatmap_zooms_to_a_layer_and_follows_the_expert(browser: A
     opened = Opened(browser, served[0])
     page = opened.goto(served[0], 8)
     box = page.locator(".figure").first.locator(".nsewdrag").first.bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 5.5 / 32, box["y"] + box["height"] * 2.5 / 4)
+    page.mouse.move(box["x"] + box["width"] * 5.5 / 32, box["y"] + box["height"] * 2.5 / 4)  # the third row
     page.wait_for_timeout(300)
     page.mouse.down()
     page.mouse.up()
-    opened.wait("document.body.innerText.includes('Load of the experts of layer 2')")
+    opened.wait("document.body.innerText.includes('Load of the experts of layer 3')")  # the first is dense
     opened.wait("document.body.innerText.includes('expert 5')")
-    assert page.locator("#layer").inner_text().strip() == "layer 2"
+    assert page.locator("#layer").inner_text().strip() == "layer 3"
+    opened.wait("location.search.includes('layer=3')")
+    page.get_by_role("navigation").get_by_text("Gates").click()
+    opened.wait("document.body.innerText.includes('Openness of the output gates of the heads of layer 3')")
+    assert page.locator("#layer").is_visible() and page.locator("#layer").inner_text().strip() == "layer 3"
+    page.locator("#layer").click()
+    page.locator(".controls").get_by_text("layer 0", exact=True).first.click()
+    opened.wait("document.body.innerText.includes('Log-decay of the heads of layer 0')")
+    page.get_by_role("navigation").get_by_text("Balance").click()
+    opened.wait("document.querySelectorAll('.js-plotly-plot').length >= 8")
+    opened.wait("document.body.innerText.includes('Load by layer')")  # that one has no experts
+    opened.wait("document.querySelector('#layer').innerText.trim() === 'layer 0 (not here)'")
+    page.get_by_role("navigation").get_by_text("Gates").click()
+    opened.wait("document.body.innerText.includes('Log-decay of the heads of layer 0')")
     opened.done()
 
 
@@ -250,6 +263,7 @@ def test_a_run_that_is_silent_says_since_when_and_the_line_stays_on_the_data(
     (served[1] / "run.json").write_text(json.dumps({**record, "planned_steps": 100}))
     lines = (served[1] / "metrics.jsonl").read_text().splitlines(keepends=True)
     (served[1] / "metrics.jsonl").write_text("".join(lines[:30]))  # the recorder is further on
+    (served[1] / "events.jsonl").write_text("")  # of the demo, of steps after that one
     then = time.time() - 245
     os.utime(served[1] / "metrics.jsonl", (then, then))
     opened = Opened(browser, served[0])
@@ -283,18 +297,18 @@ def test_a_cell_is_told_under_the_pointer_and_by_keys(browser: Any, served: tupl
     page = opened.goto(served[0], 8)
     box = page.locator(".figure").first.locator(".nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 9.5 / 32, box["y"] + box["height"] * 1.5 / 4)
-    opened.wait("document.querySelector('.cell').innerText.startsWith('Layer 1, expert 9: load ')")
+    opened.wait("document.querySelector('.cell').innerText.startsWith('Layer 2, expert 9: load ')")
     page.mouse.move(5, 5)
     opened.wait("document.querySelector('.cell').hidden")
     cells = page.locator(".drawing").first
     cells.focus()
     for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowDown"):
         cells.press(key)
-    opened.wait("document.querySelector('.cell').innerText.startsWith('Layer 3, expert 10: load ')")
+    opened.wait("document.querySelector('.cell').innerText.startsWith('Layer 4, expert 10: load ')")
     cells.press("Escape")
     assert page.locator(".cell").is_hidden()
     cells.press("Enter")
-    opened.wait("document.body.innerText.includes('Load of the experts of layer 3')")
+    opened.wait("document.body.innerText.includes('Load of the experts of layer 4')")
     opened.done()
 
 
@@ -322,14 +336,28 @@ def test_figures_are_saved_from_the_page(browser: Any, served: tuple[str, Path],
     opened.done()
 
 
+PAGES = {"": 8, "depth": 4, "gates": 8, "training": 5}
+"""Addresses, and the least number of figures there."""
+
+
+@pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_it_reads_well(browser: Any, served: tuple[str, Path], width: int, scheme: str) -> None:
+def test_it_reads_well(browser: Any, served: tuple[str, Path], width: int, scheme: str, name: str) -> None:
+    with open(served[1] / "events.jsonl", "a") as file:
+        text = "largest load over mean load, less what sampling adds: 4.31 in layers 1, 2 and 3, above 4 for 20 steps"
+        event = {"kind": "balance_alert", "step": 40, "rule": "rank_overload", "begins": True, "text": text}
+        file.write(json.dumps(event) + "\n")
     opened = Opened(browser, served[0], width=width, height=2600 if width == 1280 else 4800, scheme=scheme)
-    page = opened.goto(served[0], 8)
+    page = opened.goto(f"{served[0]}/{name}", PAGES[name])
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate(CONTRAST) == []
+    # sentences are wrapped: no table is wider than its box, and what is in a cell not than the cell
+    assert page.evaluate(
+        "[...document.querySelectorAll('.tablebox, .tablebox td')].every(one => one.scrollWidth <= one.clientWidth + 1)"
+    )
+    assert page.locator(".tablebox").count() == {"": 1, "training": 2}.get(name, 0)
     if width == 1280:
         page.locator("#theme-button").click()
         other = "dark" if scheme == "light" else "light"
@@ -339,12 +367,13 @@ def test_it_reads_well(browser: Any, served: tuple[str, Path], width: int, schem
     opened.done()
 
 
-def test_everything_has_a_name_and_can_be_reached_by_keys(browser: Any, served: tuple[str, Path]) -> None:
+@pytest.mark.parametrize("name", PAGES)
+def test_everything_has_a_name_and_can_be_reached_by_keys(browser: Any, served: tuple[str, Path], name: str) -> None:
     opened = Opened(browser, served[0])
-    page = opened.goto(served[0], 8)
+    page = opened.goto(f"{served[0]}/{name}", PAGES[name])
     nodes = opened.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
     shown = [one for one in nodes if not one.get("ignored") and one.get("role", {}).get("value") in NAMED]
-    assert len(shown) > 30
+    assert len(shown) > 20
     assert [one for one in shown if not one.get("name", {}).get("value", "").strip()] == []
     assert page.evaluate("document.documentElement.lang") == "en"
     ids = page.evaluate("[...document.querySelectorAll('[id]')].map(one => one.id)")
@@ -358,10 +387,13 @@ def test_everything_has_a_name_and_can_be_reached_by_keys(browser: Any, served: 
         reached.append(page.evaluate(
             "(() => { const one = document.activeElement, style = getComputedStyle(one), "
             "box = one.closest('label, .dash-dropdown, [id]') || one; "
-            "return [one.id || one.name || one.innerText.slice(0, 20), style.outlineStyle !== 'none' || "
+            "return [one === document.body ? 'BODY' : one.id || one.name || one.innerText.slice(0, 20), "
+            "style.outlineStyle !== 'none' || "
             "style.boxShadow !== 'none' || getComputedStyle(box).outlineStyle !== 'none']; })()"
         ))  # fmt: skip
-    names = [name for name, _ in reached]
+    reached = [one for one in reached if one[0] != "BODY"]  # past the last it begins again
+    names = [one for one, _ in reached]
     assert names[0].startswith("Skip to") and "step" in names and "theme-button" in names and "run-a" in names
-    assert [name for name, seen in reached if not seen] == []
+    assert ("layer" in names) == (name in ("", "gates")) and ("ranks" in names) == (name == "")
+    assert [one for one, seen in reached if not seen] == []
     opened.done()

@@ -29,7 +29,7 @@ button { font:inherit; color:var(--ink); background:var(--card); border:1px soli
 .live { color:var(--soft); font-size:13px; }
 .live.lost { color:var(--bad); background:var(--badground); font-weight:650; padding:4px 9px; border-radius:5px; }
 .controls { position:sticky; top:0; z-index:20; display:flex; flex-wrap:wrap; gap:8px 18px; align-items:flex-end;
-  padding:9px 20px; background:var(--card); border-bottom:1px solid var(--line); }
+  padding:9px 20px; background:var(--card); border-bottom:1px solid var(--line); overflow-x:clip; }
 .control { min-width:120px; } .control.run { width:220px; } .control.layer { width:130px; }
 .control > label, .control legend, .control .label { display:block; font-size:12px; color:var(--soft); padding:0;
   margin-bottom:3px; }
@@ -73,7 +73,6 @@ th, td { text-align:left; padding:4px 10px 4px 0; border-bottom:1px solid var(--
 th { color:var(--soft); font-weight:600; position:sticky; top:0; background:var(--card); }
 td.number { font-variant-numeric:tabular-nums; white-space:nowrap; }
 table.alertlist td:nth-child(-n+3), th { white-space:nowrap; overflow-wrap:normal; }
-table.alertlist { min-width:520px; }
 header:has(nav a[aria-current=page]:not([href='/'])) ~ .controls .balance-only { display:none; }
 header:has(nav a[aria-current=page]:not([href='/'],[href='/gates'])) ~ .controls .with-layers { display:none; }
 .on { color:var(--bad); font-weight:650; } .off { color:var(--good); }
@@ -90,6 +89,11 @@ footer { color:var(--soft); font-size:12.5px; padding:0 20px 24px; max-width:168
   .figures, .pairrow { grid-template-columns:minmax(0,1fr); }
   header, .controls, main { padding-left:10px; padding-right:10px; }
   .controls { position:static; } .control.run { width:100%; } .right { margin-left:0; }
+  table.alertlist, .alertlist tbody, .alertlist tr, .alertlist td { display:block; }
+  .alertlist thead { position:absolute; width:1px; height:1px; overflow:hidden; clip-path:inset(50%); }
+  .alertlist tr { border-bottom:1px solid var(--line); padding:4px 0; }
+  .alertlist td { display:inline-block; border:0; padding:1px 10px 1px 0; vertical-align:baseline; }
+  .alertlist td:last-child { display:block; }
   .control.step { flex-basis:100%; } .tiles { grid-template-columns:repeat(2,minmax(0,1fr)); }
 }
 @media (prefers-reduced-motion:reduce) { * { transition:none !important; animation:none !important; } }
