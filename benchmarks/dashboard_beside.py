@@ -123,9 +123,11 @@ def opened(browser: Any, address: str) -> Any:
     """A page that follows the run, its figures drawn, and settled."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
-    page.goto(address)
+    begun = time.perf_counter()
+    page.goto(address, timeout=120_000)  # every core has other work
     while not page.evaluate(DRAWN):
         time.sleep(0.1)
+    print(f"opened and drawn in {time.perf_counter() - begun:.1f} s", flush=True)
     time.sleep(_SETTLE)
     return context
 
