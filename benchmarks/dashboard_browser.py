@@ -207,7 +207,7 @@ def main() -> None:
             cpu, wall = processor_seconds(process.pid) - cpu, time.perf_counter() - wall
             shown = browser_seconds() - shown
             note("live update, from the request that finds a step", updates)
-            note("live update, from the step's being on disk (the page looks once a second)", waits)
+            note("live update, from the step's being on disk", waits)
             print(
                 f"a live update: {cpu / options.updates:.3f} s of the server's and {shown / options.updates:.3f} s of "
                 f"the browser's processor time, one a {wall / options.updates:.2f} s"

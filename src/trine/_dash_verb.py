@@ -34,7 +34,7 @@ class Dash:
     host: str = "127.0.0.1"  # address to bind to
     port: int = 8050  # 0 takes any
     token: str = ""  # asked of visitors; made up where the address needs one and none is given
-    every: float = 1.0  # seconds after which the page looks for something new
+    every: float = 0.25  # seconds after which the page looks for something new
     demo: bool = False  # synthesise runs to look at, 92 layers of 896 experts, in runs/demo (about 300 MB)
     demo_small: bool = False  # the same with 6 layers of 64 experts, in seconds
 

@@ -39,7 +39,7 @@ def build(
     *,
     token: str = "",
     host: str = "127.0.0.1",
-    every: float = 1.0,
+    every: float = 0.25,
     busy: Callable[[], bool] | None = None,
 ) -> Dash:
     """The application; ``.server`` is its WSGI side.

@@ -94,7 +94,7 @@ window.trine = (() => {
     if (answer && look) { shown.cost = performance.now() - begun; }
   });
 
-  // Once a second, or as trine dash --every says. Where all cores are busy, as beside training, an update is followed
+  // As often as trine dash --every says. Where all cores are busy, as beside training, an update is followed
   // by a pause of 50 times what it took; while nobody sees the page there is none.
   async function watch(every) {
     let last = performance.now();
