@@ -1,9 +1,11 @@
-"""Runs with looks inside their model, for the tests of the pages that show them."""
+"""Runs for the tests of pages: synthesised ones, and ones with looks inside their model."""
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dash_page import SIZE
+
 from trine.config import ModelConfig
 from trine.model import Model
 from trine.train.probes import ProbeText, look_inside
+from trine.views.demo import write_demo
 
 Line = dict[str, Any]
 SMALL: dict[str, Any] = {
@@ -74,3 +81,17 @@ def run_with(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A synthesised run; to be read only."""
+    folder = tmp_path_factory.mktemp("runs") / "good"
+    write_demo(folder, SIZE, "good", "quantile")
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(made, tmp_path / "good"))

@@ -4,66 +4,24 @@ import json
 import math
 import os
 import shutil
-import sqlite3
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from dash_page import HOSTILE, SIZE, get, having, parts, shown
 
 from trine import _dash_verb
-from trine.balance.record_format import FILE_NAME, MARGIN_LEVELS
+from trine.balance.record_format import MARGIN_LEVELS
 from trine.train.errors import RunError
 from trine.views import balance_charts, dash_answer, dash_app, dash_guard
 from trine.views.balance_data import KEPT, History, Layers
 from trine.views.chart import Chart
-from trine.views.dash_answer import Asked, answer, cell
 from trine.views.dash_axes import share_axes
-from trine.views.dash_script import SCRIPT
 from trine.views.dash_state import PAGES, Runs, View
-from trine.views.demo import DEMO_VERSION, DemoSize, Incidents, is_done, write_demo
-from trine.views.run_view import RunView
-
-SIZE = DemoSize(layers=3, experts=16, top_k=2, steps=60, keep=20, tokens=1024, ranks=4)
-HOSTILE = "<img src=x onerror=alert(1)>"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "good"
-    write_demo(folder, SIZE, "good", "quantile")
-    return folder
-
-
-@pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "good"))
-
-
-def shown(*folders: Path, page: str = "balance", **words: Any) -> str:
-    """What the page is told when it first asks, JSON."""
-    return get(dash_app.build(folders).server.test_client(), page=page, **words).text
-
-
-def get(client: Any, **words: Any) -> Any:
-    """An answer to a question of the page."""
-    found = client.get("/figures", query_string=words, base_url="http://127.0.0.1")
-    assert found.status_code in (200, 204), found.text
-    return found
-
-
-def parts(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of an answer by their ids."""
-    return {part["id"]: part for figure in found["figures"] for part in figure}
-
-
-def having(found: dict[str, Any]) -> dict[str, str]:
-    """How a page that has taken an answer in asks on."""
-    have = ",".join(f"{name}:{part['mark']}" for name, part in parts(found).items())
-    return {"seen": found["version"], "have": have, "known": found["known"]}
+from trine.views.demo import DemoSize, write_demo
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -235,15 +193,6 @@ def test_an_alert_that_is_on_comes_before_any_number_of_others(run: Path) -> Non
     assert [row[0] for row in rows[1:4]] == ["220", "219", "218"]
 
 
-def test_a_run_of_a_newer_version_is_not_said_to_have_no_alerts(run: Path) -> None:
-    assert json.loads(shown(run))["tables"][0]["none"] == "None so far."
-    newer(run)
-    for page in ("balance", "training"):
-        (table,) = json.loads(shown(run, page=page))["tables"]
-        assert table["title"] == "Alerts" and table["rows"] == []
-        assert table["none"] == "Whether there were any cannot be read."
-
-
 def test_metrics_find_a_run_that_began_after_the_server(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dash_app, "_NEW_RUNS", -1.0)
     for i in range(21):
@@ -316,115 +265,6 @@ def test_training_lists_what_happened(run: Path) -> None:
     assert ["40", "dead", "begins, still on", "A dead expert.", "on"] in alerts["rows"]
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------
-
-
-def no_run(folder: Path) -> None:
-    for one in folder.iterdir():
-        one.unlink()
-    (folder / "notes.txt").write_text("hello")
-
-
-def newer(folder: Path) -> None:
-    found = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**found, "format_version": 99}))
-
-
-def newer_recorder(folder: Path) -> None:
-    with sqlite3.connect(folder / FILE_NAME) as database:
-        database.execute("PRAGMA user_version = 99")
-    database.close()
-
-
-def torn(folder: Path) -> None:
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('not json\n{"step": 61, "loss": 1.')
-    data = (folder / FILE_NAME).read_bytes()
-    (folder / FILE_NAME).write_bytes(data[: len(data) // 3])
-
-
-def empty(folder: Path) -> None:
-    (folder / FILE_NAME).write_bytes(b"")
-
-
-def nothing_recorded(folder: Path) -> None:
-    (folder / FILE_NAME).unlink()
-
-
-def not_finite(folder: Path) -> None:
-    lines = [
-        json.dumps({"step": i, "loss": float("nan"), "grad_norm": None, "max_vio": [float("inf")]}) for i in range(3)
-    ]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    no_summaries(folder)
-
-
-def no_summaries(folder: Path) -> None:
-    with sqlite3.connect(folder / FILE_NAME) as database:
-        from trine.balance.record_format import pack_summary
-
-        blob = pack_summary(np.full((1, 3, 25), np.nan, dtype=np.float32))
-        database.execute("UPDATE frames SET summary = ?", (blob,))
-    database.close()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "sentence"),
-    [
-        (no_run, "is no run: a run's folder has run.json"),
-        (newer, "written by a newer version of Trine (format_version 99"),
-        (newer_recorder, "format_version 99 is newer than 1"),
-        (torn, "damaged"),
-        (empty, "is empty"),
-        (nothing_recorded, "the load of experts was not recorded (yet)"),
-        (not_finite, "MaxVio over steps"),
-        (shutil.rmtree, "does not exist (any more)"),
-    ],
-)
-def test_bad_input_is_a_sentence_on_the_page(run: Path, spoil: Callable[[Path], None], sentence: str) -> None:
-    spoil(run)
-    for page in PAGES:
-        text = shown(run, page=page)
-        assert "Traceback" not in text and json.loads(text)["figures"]
-        assert page != "balance" or sentence in text
-
-
-@pytest.mark.parametrize("layer", [None, 2])
-def test_of_figures_that_are_not_known_none_is_drawn_as_0(run: Path, layer: int | None) -> None:
-    no_summaries(run)
-    words = {} if layer is None else {"layer": layer}
-    found = parts(json.loads(shown(run, **words)))
-    said = "None of the recorded steps has a figure of it."
-    keys = ["percentiles-0", "max-vio-0", "dead-0", *(["bias-0"] if layer is None else [])]
-    for key in keys:
-        assert said in found[key]["description"] and not found[key]["plot"]["data"], key
-    assert [len(found[key]["query"]) for key in keys] == [0] * len(keys)  # nothing to save
-    (side,) = json.loads(shown(run, **words))["tiles"]
-    tiles = {name: (value, bad) for name, value, _, bad in side["tiles"]}
-    assert [tiles[name] for name in ("MaxVio, worst layer", "Dead experts", "Saturated scores")] == [
-        ("unknown", False)
-    ] * 3
-
-
-def test_a_gap_in_the_dead_is_no_0(run: Path) -> None:
-    data = Runs([run]).data(0)
-    history = data.history()
-    assert history is not None
-    dead = history.of("dead")
-    dead[:] = 0.0
-    dead[1], dead[2, 0] = np.nan, np.nan
-    for row, wanted in ((None, [0.0, math.nan, 0.0]), (0, [0.0, math.nan, math.nan])):
-        chart = balance_charts.dead_chart(history, row, data.layers)
-        np.testing.assert_array_equal(np.asarray(chart.lines[0].y)[:3], wanted)
-    dead[:] = 0.0
-    dead[3, 0] = 5.0
-    chart = balance_charts.dead_chart(history, None, data.layers)
-    area, steps = chart.bands[0], history.steps
-    # level from the step on until the next one, as the line
-    at = np.flatnonzero(np.asarray(area.high))
-    assert np.asarray(area.x)[at].tolist() == [steps[3], steps[4]] and np.asarray(area.high)[at].tolist() == [5, 5]
-
-
 def test_layers_are_called_by_their_numbers_in_the_model(run: Path) -> None:
     meta = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps({**meta, "model": {**meta["model"], "layers": 40, "dense_layers": 37}}))
@@ -488,65 +328,6 @@ def test_without_a_layer_required_bias_has_its_cutoff(run: Path) -> None:
     frame.margins_LQ[2, 0] = 9.0  # not rising: no quantiles
     bad = balance_charts.required_chart(frame, None, 2, Layers(1, "layer")).lines[1]
     assert np.isfinite(bad.y).tolist() == [True, False, False]
-
-
-def test_a_run_deleted_while_open_is_told(run: Path) -> None:
-    client = dash_app.build([run]).server.test_client()
-    before = get(client).get_json()
-    shutil.rmtree(run)
-    after = get(client, look="", **having(before)).get_json()
-    assert after["version"] != before["version"]
-    assert "does not exist (any more)" in after["notes"][0] and list(parts(after)) == ["problem-0"]
-
-
-@pytest.mark.parametrize("size", [DemoSize(layers=1, experts=8, top_k=1, steps=1, tokens=64, ranks=1)])
-def test_one_step_is_enough(tmp_path: Path, size: DemoSize) -> None:
-    write_demo(tmp_path / "one", size, "one", "none")
-    text = shown(tmp_path / "one")
-    assert "Load of every expert, step 1" in text and "Traceback" not in text
-
-
-def test_no_moe_layers_is_a_sentence(tmp_path: Path) -> None:
-    from trine.balance.recorder import Recorder
-
-    folder = tmp_path / "dense"
-    folder.mkdir()
-    (folder / "run.json").write_text('{"format_version": 1}')
-    Recorder(folder / FILE_NAME, layers=0, experts=4, top_k=1).close()
-    assert "no MoE layers" in shown(folder)
-
-
-def test_a_folder_of_five_hundred_runs_lists_them_all(tmp_path: Path) -> None:
-    for i in range(500):
-        (tmp_path / f"run-{i}").mkdir()
-        (tmp_path / f"run-{i}" / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    runs = Runs([tmp_path])
-    assert len(runs) == 500 and runs.run(499) is not None and runs.run(500) is None
-    client = dash_app.build([tmp_path]).server.test_client()
-    assert client.get("/_dash-layout", base_url="http://127.0.0.1").text.count('"label":"run-') == 1000  # both lists
-
-
-def test_hostile_names_and_texts_stay_text(made: Path, tmp_path: Path) -> None:
-    folder = tmp_path / HOSTILE
-    shutil.copytree(made, folder)
-    with open(folder / "events.jsonl", "a") as file:
-        event = {"kind": "balance_alert", "step": 9, "rule": HOSTILE, "begins": True, "text": HOSTILE + "\u202e\x00"}
-        file.write(json.dumps(event) + "\n")
-    client = dash_app.build([folder]).server.test_client()
-    found = client.get("/", base_url="http://127.0.0.1")
-    assert HOSTILE not in found.text
-    text = json.dumps(json.loads(shown(folder)))
-    # the page gets it as a text, and never takes a text for markup; to plotly.js, which does, it goes escaped
-    assert HOSTILE in text and "innerHTML" not in SCRIPT and "insertAdjacent" not in SCRIPT
-    assert all(HOSTILE not in json.dumps(part.get("plot")) for part in parts(json.loads(text)).values())
-    page = client.get("/_dash-layout", base_url="http://127.0.0.1").text
-    assert "dangerously" not in page and '"type":"Markdown"' not in page
-    assert "\\u202e" not in text and "\\u0000" not in text
-    alerts = Runs([folder]).alerts(0)
-    assert alerts[-1][1] == HOSTILE[:40] or any(one[1].startswith("<img") for one in alerts)
-
-
-# -- export, addresses, who may look --------------------------------------------------------------------------------
 
 
 def test_figures_and_their_data_are_saved(run: Path) -> None:
@@ -725,122 +506,3 @@ def test_the_verb_binds_to_this_machine_and_makes_up_a_token_elsewhere(
     ):
         with pytest.raises(error):
             _dash_verb.main(args, seen.append)
-
-
-def test_the_demo_is_made_once_and_anew_for_another_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(_dash_verb.__file__).parents[1]))
-    folder = tmp_path / "runs" / "demo-small"
-    writers: list[Any] = []
-    write = _dash_verb._write_demo
-
-    def watched(*args: Any) -> Any:
-        writers.append(write(*args))
-        return writers[-1]
-
-    monkeypatch.setattr(_dash_verb, "_write_demo", watched)
-
-    def whole(server: Any) -> None:
-        assert server.port and writers[-1].wait(120) == 0
-
-    def shown() -> dict[str, Any]:
-        assert _dash_verb.main(["--demo-small", "--port", "0"], whole) == 0
-        return {one.name: one.stat().st_mtime_ns for one in folder.glob("*/demo.json")} | {
-            one.parent.name: one.read_text() for one in folder.glob("*/demo.json")
-        }
-
-    first = shown()
-    assert {"demo-quantile", "demo-sign"} <= set(first) and "steps in" in capfd.readouterr().err
-    assert shown() == first and "steps in" not in capfd.readouterr().err  # what is whole is taken as it is
-    for done in folder.glob("*/demo.json"):
-        done.write_text(json.dumps({**json.loads(done.read_text()), "demo_version": DEMO_VERSION - 1}))
-    assert not is_done(folder / "demo-quantile", 60)
-    shown()
-    said = capfd.readouterr().err
-    assert said.count("steps in") == 2 and is_done(folder / "demo-quantile", 60) and is_done(folder / "demo-sign", 15)
-
-
-def test_a_demo_replaces_demos_only(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="something else than a demo"):
-        write_demo(tmp_path.parent, SIZE, "x", "none")
-    other = tmp_path / "demo"
-    shutil.copytree(made, other)
-    write_demo(other, DemoSize(layers=1, experts=8, top_k=1, steps=2, tokens=64, ranks=1), "x", "none")
-    assert Runs([other]).span(0) == (1, 2)
-
-
-def test_a_demo_has_what_happens_to_losses(made: Path) -> None:
-    run = RunView(made)
-    records = {one["step"]: one for one in run.records()}
-    assert sorted(records) == list(range(1, 61))
-    kinds = [(one["kind"], one["step"]) for one in run.events() if one["kind"] in ("spike", "non_finite", "rollback")]
-    assert kinds == [("spike", 16), ("non_finite", 31), ("spike", 52), ("rollback", 52)]
-    assert records[16]["loss"] > records[15]["loss"] + 1 and records[31]["loss"] is None
-    assert not records[31]["updated"] and all(one["updated"] for step, one in records.items() if step != 31)
-    found = parts(json.loads(shown(made, page="training")))
-    names = [trace["name"] for trace in found["training-loss-0"]["plot"]["data"]]
-    assert names[-3:] == ["not finite", "spike", "rollback"]
-    marks = [one["text"] for one in found["training-gradient-0"]["plot"]["layout"]["annotations"]]
-    assert marks == ["stage 2, rows of 32,768", "stage 3, rows of 131,072", "clipped at 1"]
-    text = shown(made, page="training")
-    assert "Back from step 52 to step 51 (step-000051)." in text and "Steps whose update was not applied: 1." in text
-
-
-# a run's steps, and those in which something happens
-@pytest.mark.parametrize(
-    ("steps", "found"), [(39, (0, 0, 0, 0)), (40, (11, 21, 34, 33)), (2000, (540, 1040, 1720, 1670))]
-)
-def test_incidents_of_a_demo_keep_apart(steps: int, found: tuple[int, ...]) -> None:
-    assert Incidents.of(steps) == found
-
-
-# -- fuzz ------------------------------------------------------------------------------------------------------------
-
-
-def fuzzed(data: bytes, random: np.random.Generator) -> bytes:
-    """A recorder's file with some of it overwritten, cut out, doubled or cut off."""
-    kind, at = int(random.integers(5)), int(random.integers(len(data)))
-    size = int(random.integers(1, 4096))
-    if kind == 0:
-        return data[:at]
-    if kind == 1:
-        return data[:at] + data[at + size :]
-    if kind == 2:
-        return data[:at] + data[at : at + size] + data[at:]
-    found = bytearray(data)
-    for place in random.integers(0, len(data) if kind == 3 else 8192, size=int(random.integers(1, 30))).tolist():
-        found[place] = int(random.integers(256))
-    return bytes(found)
-
-
-def survive(made: Path, folder: Path, first: int, count: int) -> None:
-    folder.mkdir()
-    (folder / "run.json").write_text((made / "run.json").read_text())
-    data = (made / FILE_NAME).read_bytes()
-    for seed in range(first, first + count):
-        random = np.random.default_rng(seed)
-        for left in folder.glob(f"{FILE_NAME}*"):
-            left.unlink()
-        (folder / FILE_NAME).write_bytes(fuzzed(data, random))
-        runs = Runs([folder])
-        assert runs.version(0)
-        layer = int(random.integers(-1, 4))
-        view = View(step=int(random.integers(70)), layer=layer if layer >= 0 else None)
-        charts = runs.charts("balance", 0, view)
-        assert charts and all(one.key != "problem" for one in charts), (seed, [one.empty for one in charts])
-        words = {"step": str(view.step), **({} if view.layer is None else {"layer": str(view.layer)})}
-        asked = Asked.of(runs, words)
-        assert answer(runs, asked)
-        cell(runs, asked, 1, 1)
-        runs.run(0).close()  # type: ignore[union-attr]
-
-
-def test_fifty_fuzzed_files_leave_the_page_standing(made: Path, tmp_path: Path) -> None:
-    survive(made, tmp_path / "fuzzed", 0, 50)
-
-
-@pytest.mark.slow
-def test_a_thousand_fuzzed_files_leave_the_page_standing(made: Path, tmp_path: Path) -> None:
-    survive(made, tmp_path / "fuzzed", 50, 950)

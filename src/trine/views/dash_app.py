@@ -1,6 +1,6 @@
 """The dashboard's page: layout, controls and addresses. The only file that imports Dash (extra ``dashboard``).
 
-Dash makes the page and its controls; `dash_script` asks `/figures` for what they choose and draws it, `dash_answer`
+Dash makes the page and its controls; `dash.js` asks `/figures` for what they choose and draws it, `dash_answer`
 says what that is. Nothing is written, and nothing beyond the given runs can be named: a run is a number of the list
 made at the start.
 """
@@ -19,9 +19,8 @@ from urllib.parse import parse_qsl, urlsplit
 from trine.views import dash_guard
 from trine.views.chart_render import FORMATS, export
 from trine.views.dash_answer import Asked, Machine, answer, cell, linked, run_options, view_of
-from trine.views.dash_script import THEME
 from trine.views.dash_state import PAGES, Runs, View, whole
-from trine.views.dash_style import PAGE
+from trine.views.dash_style import PAGE, THEME
 
 try:
     from dash import ClientsideFunction, Dash, Input, Output, State, dcc, html

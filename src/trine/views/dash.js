@@ -1,12 +1,7 @@
-"""The page's own script: asks `/figures` for what is chosen and draws what comes back with plotly.js.
-
-Figures are not Dash components: taking one new figure in costs Dash as long as drawing it (its renderer walks through
-everything on the page), and a step of the slider changes four. Dash keeps the controls.
-"""
-
-from __future__ import annotations
-
-SCRIPT = r"""
+// The page's own script: asks `/figures` for what is chosen and draws what comes back with plotly.js.
+//
+// Figures are not Dash components: taking one new figure in costs Dash as long as drawing it (its renderer walks through
+// everything on the page), and a step of the slider changes four. Dash keeps the controls.
 window.trine = (() => {
   const OTHERS = ['depth', 'gates', 'training'];
   const named = path => OTHERS.find(one => '/' + one === path.replace(/\/+$/, '')) || 'balance';
@@ -455,15 +450,3 @@ window.trine = (() => {
   window.dash_clientside = Object.assign({}, window.dash_clientside, {trine: {choose}});
   return {watch};
 })();
-"""
-"""Defines ``window.trine`` and the clientside callback ``trine.choose``."""
-
-THEME = """
-function(clicks, now) {
-  const theme = now === 'dark' ? 'light' : 'dark';
-  document.documentElement.dataset.theme = theme;
-  document.cookie = 'trine_theme=' + theme + '; SameSite=Strict; path=/';
-  return [theme, theme === 'dark' ? 'Light' : 'Dark'];
-}
-"""
-"""Light or dark: as the system says, until the button is pressed."""
