@@ -99,10 +99,30 @@ def card() -> str:
     return f"{times}\n\nErrors of the forward, relative (Frobenius), against float64:\n\n{errors}\n\n{source(records)}"
 
 
+def card_errors() -> str:
+    """Errors on a card by regime: the kernels', a peer's and the floor of bf16 operands."""
+    records = newest("kda_card_errors")
+    if not records:
+        return "No records yet."
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    for r in records:
+        rows.setdefault((r["gates"], r["impl"]), {})[r["case"].split()[-1]] = r["error"]
+    names = list(next(iter(rows.values())))
+
+    def cell(gates: str, impl: str, name: str) -> str:
+        differs = name in ("gate", "A_log", "dt_bias")  # what the text under the table says of them
+        if differs and (impl == "bf16 operands" or gates == "saturated"):
+            return ""
+        return f"{rows[gates, impl][name]:.1e}"
+
+    table = [[gates, impl, *(cell(gates, impl, name) for name in names)] for gates, impl in rows]
+    return f"{markdown(['gates', 'implementation', *names], table)}\n\n{source(records)}"
+
+
 def main() -> None:
     """Replace every table."""
     text = README.read_text()
-    for name, table in (("speeds", speeds()), ("errors", errors()), ("card", card())):
+    for name, table in (("speeds", speeds()), ("errors", errors()), ("card", card()), ("card-errors", card_errors())):
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         before, rest = text.split(begin)
         text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"

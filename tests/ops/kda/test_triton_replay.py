@@ -156,7 +156,7 @@ def test_buffers_of_one_life_are_one_allocation_and_go_when_they_went() -> None:
     run(draw())
     (replay,) = triton_backward.MEMORY._kept.values()
     assert replay is not None
-    assert sum(len(before) for _, before, _ in replay.rounds) == 8 + 6  # gradients, and workspaces between launches
+    assert sum(len(before) for _, before, _ in replay.rounds) == 8 + 7  # gradients, and workspaces between launches
     assert [len(gone) for gone, *_ in replay.rounds] == [0, 0, 1, 2, 0, 0]
 
 

@@ -237,6 +237,7 @@ def gluon_prepare_kernel(
     p_ptr,
     a_ptr,
     decay_ptr,
+    norms_ptr,
     q_stride_b,
     q_stride_t,
     q_stride_h,
@@ -347,8 +348,12 @@ def gluon_prepare_kernel(
         for p in range(BK // 32):
             k0, k1 = squares(k_all.index(p).load(TILE), MMA, k0, k1)
             q0, q1 = squares(q_all.index(p).load(TILE), MMA, q0, q1)
-        k_scale = (row_norms(k0, k1, MMA, TILE) * live)[:, None]
-        q_scale = (row_norms(q0, q1, MMA, TILE) * live)[:, None]
+        k_scale = row_norms(k0, k1, MMA, TILE)
+        q_scale = row_norms(q0, q1, MMA, TILE)
+        gl.store(norms_ptr + tile * (2 * C) + row, q_scale)
+        gl.store(norms_ptr + tile * (2 * C) + C + row, k_scale)
+        k_scale = (k_scale * live)[:, None]
+        q_scale = (q_scale * live)[:, None]
     else:
         k_scale = live[:, None]
         q_scale = live[:, None]

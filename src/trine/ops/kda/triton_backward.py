@@ -102,7 +102,7 @@ def choose_backward(dtype: torch.dtype, K: int, V: int, heads: int = 0) -> Backw
         gradient_values=min(64, value),
         pair_values=32,
         scan=Options(num_warps=8 if wide else 4, num_stages=3 if key <= 128 else 2),
-        pairs=Options(num_warps=1, num_stages=4),
+        pairs=Options(num_warps=1, num_stages=3),
         gradient=Options(num_warps=4, num_stages=3),
     )
 
@@ -170,16 +170,13 @@ def variants(config: BackwardConfig, form: _Form) -> Variants:
         Options(num_warps=4, num_stages=2),
     )
     pairs = Variant(
-        (q, k, v, beta, d_output, output, index, x, x, x, x, v, x, x, f, *["i32"] * 6, *["fp32"] * 2),
-        (
-            *(form.K, form.V, key, value, min(config.pair_values, value), operand),
-            *(form.norm, form.logit, packed, form.fine, form.fast),
-        ),
+        (v, beta, d_output, output, index, x, x, x, x, v, x, x, f, *["i32"] * 5, *["fp32"] * 2),
+        (form.V, value, min(config.pair_values, value), operand, form.logit, packed, form.fine, form.fast),
         config.pairs,
     )
     gradient = Variant(
         (
-            *(q, k, gate, d_output, f, f, index, f, x, x, x, x, x, v, dq, dq, gate, f, f, f, f),
+            *(q, k, gate, d_output, f, f, index, f, f, x, x, x, x, x, v, dq, dq, gate, f, f, f, f),
             *(*["i32"] * 6, *["fp32"] * 5),
         ),
         (
@@ -399,21 +396,21 @@ def _plain_backward(
         state is not None, d_final is not None, HV != H, segment, factors.fine, cuts is not None, not SCAN.interpreted,
     )  # fmt: skip
     forms = variants(config, form)
-    a = factors.a
+    a, norms = factors.a, factors.norms
     states, d_states, values, d_values, d_state = _walk(
         factors, v, d_output, state, d_final, cu, cuts, slots, segment, scale, config, forms
     )
-    del factors  # the allocator gives their memory, but for a's, to the gradients
+    del factors  # the allocator gives their memory, but for these two's, to the gradients
     shift = anchor(lower_bound)
     top = 120 - shift - (0 if qk_norm else 8)
     dp, dm = (empty(slots, HV, CHUNK, CHUNK, dtype=operand) for _ in range(2))
-    rows, dv = empty(slots, HV, 7, CHUNK), new(v.shape, v.dtype, device)
+    rows, dv = empty(slots, HV, 5, CHUNK), new(v.shape, v.dtype, device)
     PAIRS.launch(
         slots * HV,
         (
-            *(q, k, v, beta, d_output, output, cu, a[0], a[1] if form.fine else None),
+            *(v, beta, d_output, output, cu, a[0], a[1] if form.fine else None),
             *(values, d_values, dv, dp, dm, rows),
-            *(T, N, HV, HV // H, VP // min(config.pair_values, VP), top, scale, beta_max),
+            *(T, N, HV, VP // min(config.pair_values, VP), top, scale, beta_max),
         ),
         forms.pairs,
         device,
@@ -427,7 +424,7 @@ def _plain_backward(
     GRADIENT.launch(
         slots * HV * blocks,
         (
-            *(q, k, gate, d_output, rate, bias, cu, rows, dp, dm, states, d_states, values, dv),
+            *(q, k, gate, d_output, rate, bias, cu, rows, norms, dp, dm, states, d_states, values, dv),
             *(dq, dk, dgate, scratch, beta_parts, bias_parts, rate_parts),
             *(T, N, HV, HV // H, blocks, VP // config.gradient_values, scale),
             *(lower_bound, lower_bound * LOG2E, float(shift), 2.0**-shift),

@@ -115,7 +115,7 @@ class TritonKDA(torch.autograd.Function):
 
     With ``keep_factors`` also what the forward's first kernel made of the inputs.
 
-    Kept factors trade memory for speed: 8 K + 192 bytes a token and head stay from forward to backward, which then does
+    Kept factors trade memory for speed: 8 K + 200 bytes a token and head stay from forward to backward, which then does
     not make them again; bf16 inputs then take bf16 factors in the forward too (output error 4.1e-3, not 3.3e-3).
     """
 

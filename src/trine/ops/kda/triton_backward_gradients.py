@@ -29,6 +29,7 @@ def gradient_kernel(
     dt_bias,
     cu_seqlens,
     rows_in,
+    norms,
     dp_in,
     dm_in,
     states,
@@ -121,8 +122,10 @@ def gradient_kernel(
     square_bytes: tl.constexpr = CHUNK * CHUNK * dp_in.dtype.element_ty.primitive_bitwidth // 8
     fetch_ahead(dp_in + square_at, square_bytes, FAST)
     fetch_ahead(dm_in + square_at, square_bytes, FAST)
-    fetch_ahead(rows_in + at * (7 * CHUNK), 512, FAST)
-    fetch_ahead(rows_in + at * (7 * CHUNK) + 3 * CHUNK, 512, FAST)
+    fetch_ahead(rows_in + at * (5 * CHUNK), 512, FAST)
+    fetch_ahead(rows_in + at * (5 * CHUNK) + 4 * CHUNK, 128, FAST)
+    if QK_NORM:
+        fetch_ahead(norms + at * (2 * CHUNK), 256, FAST)
 
     # A missing token's gate is so low that its sigmoid is exactly 0, which nothing has to select again.
     x_raw = tl.load(gate + row_at, mask=there, other=LOWEST)
@@ -159,7 +162,8 @@ def gradient_kernel(
     tl.store(keep + r, tl.sum(tl.where(r[:, None] == r[None, :], carried, 0.0), 1))
     tl.debug_barrier()
 
-    row = rows_in + at * (7 * CHUNK)
+    row = rows_in + at * (5 * CHUNK)
+    norm = norms + at * (2 * CHUNK) + i
     diagonal = i[:, None] == i[None, :]
     lower = i[:, None] >= i[None, :]
     upper = i[:, None] <= i[None, :]
@@ -182,8 +186,8 @@ def gradient_kernel(
     q_tile = turn(q_raw, diagonal, zero, DT)
     k_tile = turn(k_raw, diagonal, zero, DT)
     if QK_NORM:
-        rq = tl.load(row + 5 * CHUNK + i)
-        rk = tl.load(row + 6 * CHUNK + i)
+        rq = tl.load(norm) * scale
+        rk = tl.load(norm + CHUNK)
         q_tile *= rq[None, :]
         k_tile *= rk[None, :]
     else:
@@ -230,7 +234,7 @@ def gradient_kernel(
     own = tl.load(row + i)  # read again, like rk below, rather than kept in registers
     grad_k += inside * fall * down + out_w + own[None, :] * q_tile
     if QK_NORM:
-        rk = tl.load(row + 6 * CHUNK + i)
+        rk = tl.load(norm + CHUNK)
         k_sum = tl.load(row + 2 * CHUNK + i)
         grad_k = rk[None, :] * (grad_k - k_tile * k_sum[None, :])
     tl.store(dk + row_at, tl.trans(grad_k), mask=there)

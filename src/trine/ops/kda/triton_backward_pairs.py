@@ -11,8 +11,6 @@ from trine.ops.kda.triton_backward_common import CHUNK, headroom, load_beta, loc
 
 @triton.jit
 def pair_kernel(
-    q,
-    k,
     v,
     beta,
     d_out,
@@ -29,18 +27,14 @@ def pair_kernel(
     tokens,
     sequences,
     heads,
-    group,
     value_blocks,
     top,
     scale,
     beta_max,
-    K: tl.constexpr,
     V: tl.constexpr,
-    KP: tl.constexpr,
     VP: tl.constexpr,
     BV: tl.constexpr,
     DT: tl.constexpr,
-    QK_NORM: tl.constexpr,
     BETA_LOGIT: tl.constexpr,
     PACKED: tl.constexpr,
     FINE: tl.constexpr,
@@ -49,10 +43,9 @@ def pair_kernel(
     """dP = tril(dO Vn^T) and dM = -tril(U Vn^T), strictly lower, ``[slot, head, 32, 32]``, and sums of a chunk's rows.
 
     Both are scaled towards 2^top by one exact power of two: beside factors of 2^-115 a gradient of 1e-6 would vanish.
-    ``rows_out`` is ``[slot, head, 7, 32]`` fp32: the diagonal of dO Vn^T, q.dq = output.dO, k.dk = 2 U.Vn / beta - U.v,
-    U.v, the power that undoes the scaling, and what makes q and k unit vectors, q's times the output's scale. U, which
-    is dv, is A diag(beta) transposed applied to the gradient of Vn; FINE adds what rounding left of A, ``a_rest``. One
-    program a (slot, head).
+    ``rows_out`` is ``[slot, head, 5, 32]`` fp32: the diagonal of dO Vn^T, q.dq = output.dO, k.dk = 2 U.Vn / beta - U.v,
+    U.v, and the power that undoes the scaling. U, which is dv, is A diag(beta) transposed applied to the gradient of
+    Vn; FINE adds what rounding left of A, ``a_rest``. One program a (slot, head).
     """
     unit = tl.program_id(0)
     head = unit % heads
@@ -100,24 +93,11 @@ def pair_kernel(
         dp = product(o_tile, new, dp, DT)
         dm = product(u.to(DT), new, dm, DT)
     b, _ = load_beta(beta, token * heads + head, exists, beta_max, BETA_LOGIT, FAST)
-    keep = rows_out + at * (7 * CHUNK) + i
+    keep = rows_out + at * (5 * CHUNK) + i
     tl.store(keep, tl.sum(tl.where(diagonal, dp, 0.0), 1))
     tl.store(keep + CHUNK, read / (scale * scale))
     tl.store(keep + 2 * CHUNK, 2.0 * tl.sum(tl.where(diagonal, dm, 0.0), 1) / tl.where(exists, b, 1.0) - u_v)
     tl.store(keep + 3 * CHUNK, u_v)
-    if QK_NORM:  # here and not before the loop, which such short rows of loads would hold up: 0.7 ms against 1.2
-        q_squares = tl.zeros([CHUNK], tl.float32)
-        k_squares = tl.zeros([CHUNK], tl.float32)
-        key_row = (first * (heads // group) + head // group) * K + i * (heads // group * K)
-        for part in tl.static_range(KP // 32):  # a whole row at once would spill in one warp
-            d = part * 32 + tl.arange(0, 32)
-            there = exists[:, None] if K == KP else exists[:, None] & (d < K)[None, :]
-            q_tile = tl.load(q + key_row[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-            k_tile = tl.load(k + key_row[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-            q_squares += tl.sum(q_tile * q_tile, 1)
-            k_squares += tl.sum(k_tile * k_tile, 1)
-        tl.store(keep + 5 * CHUNK, scale / tl.sqrt(q_squares + 1e-6))
-        tl.store(keep + 6 * CHUNK, 1.0 / tl.sqrt(k_squares + 1e-6))
     dp = tl.where(strict, dp, 0.0)
     dm = tl.where(strict, dm, 0.0)
     up, down = headroom(dp, dm, top)

@@ -50,8 +50,8 @@ def _kda(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _kda_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    kept = Kept.of([_there(x) for x in arguments[12:18]])
-    given = (*arguments[:12], kept, Settings(*arguments[18:]))
+    kept = Kept.of([_there(x) for x in arguments[12:19]])
+    given = (*arguments[:12], kept, Settings(*arguments[19:]))
     gradients = backward_from(*given)
     return tuple(_absent(arguments[0]) if x is None else x for x in gradients)
 
@@ -61,14 +61,14 @@ _kda_op = torch.library.custom_op(
     _kda,
     mutates_args=(),
     schema=f"({_TENSORS}{_GATE}Tensor? initial_state, Tensor? cu_seqlens, {_SETTINGS}) -> "
-    f"({', '.join(['Tensor'] * 8)})",
+    f"({', '.join(['Tensor'] * 9)})",
 )
 _kda_backward_op = torch.library.custom_op(
     "trine::kda_backward",
     _kda_backward,
     mutates_args=(),
     schema=f"({_TENSORS}{_GATE}Tensor? initial_state, Tensor? cu_seqlens, Tensor out, Tensor? d_out, Tensor? d_final, "
-    f"Tensor wqk, Tensor p, Tensor a, Tensor decay, Tensor states, Tensor maps, {_SETTINGS}) -> "
+    f"Tensor wqk, Tensor p, Tensor a, Tensor decay, Tensor norms, Tensor states, Tensor maps, {_SETTINGS}) -> "
     f"({', '.join(['Tensor'] * 8)})",
 )
 
@@ -87,7 +87,7 @@ def _kda_shapes(*arguments: Any) -> tuple[Tensor, ...]:
         count = cuts_of(tokens, sequences, config.segment, cu is not None)
         cuts = v.new_empty(count, heads, values, block, **full), v.new_empty(count, heads, block, block, **full)
     if not factors_fit(q, v, settings):
-        return out, final, *(_absent(v) for _ in range(4)), *cuts
+        return out, final, *(_absent(v) for _ in range(5)), *cuts
     slots = batch * ((tokens + CHUNK - 1) // CHUNK) if cu is None else tokens // CHUNK + sequences
     return (
         out,
@@ -96,6 +96,7 @@ def _kda_shapes(*arguments: Any) -> tuple[Tensor, ...]:
         v.new_empty(slots, heads, CHUNK, CHUNK, dtype=config.factor),
         v.new_empty(2 if fine else 1, slots, heads, CHUNK, CHUNK, dtype=config.value),
         v.new_empty(slots, heads, block, **full),
+        v.new_empty(slots, heads, 2, CHUNK, **full),
         *cuts,
     )
 

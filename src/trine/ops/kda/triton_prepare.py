@@ -10,8 +10,9 @@ first row and c half the span a tile can reach (an integer, so that scaling by 2
     A = (I + M)^-1                                          forward substitution in fp32, 16 rows, one merge
     W = A diag(beta) K+,  K+ = 2^G k,  Q+ = 2^G q,  K- = 2^(G_last - G) k
 
-Stored a tile: -W, Q+, K- ``[32, K]``, P and A diag(beta) ``[32, 32]``, the decay 2^G_last ``[K]``. The anchor c is a
-constant, so nothing of a row depends on a later row; masked products are selected away, never multiplied by zero.
+Stored a tile: -W, Q+, K- ``[32, K]``, P and A diag(beta) ``[32, 32]``, the decay 2^G_last ``[K]``; for the backward
+pass also what made the rows of q and k unit vectors, ``[2, 32]``. The anchor c is a constant, so nothing of a row
+depends on a later row; masked products are selected away, never multiplied by zero.
 FINE adds what a walk over states must not have in bf16 alone: K- once more in fp16, and what is left of A diag(beta).
 """
 
@@ -147,6 +148,7 @@ def prepare_kernel(
     p_scratch_ptr,
     a_scratch_ptr,
     decay_ptr,
+    norms_ptr,
     q_stride_b,
     q_stride_t,
     q_stride_h,
@@ -231,8 +233,13 @@ def prepare_kernel(
             else:
                 k_square += kx * kx
                 q_square += qx * qx
-        k_norm = tl.rsqrt(tl.sum(k_square, axis=2) + 1e-6)[:, :, None]
-        q_norm = tl.rsqrt(tl.sum(q_square, axis=2) + 1e-6)[:, :, None]
+        k_norm = tl.rsqrt(tl.sum(k_square, axis=2) + 1e-6)
+        q_norm = tl.rsqrt(tl.sum(q_square, axis=2) + 1e-6)
+        norm = norms_ptr + tile * (2 * C) + line * EACH + tl.arange(0, EACH)[None, :]
+        tl.store(norm, q_norm)
+        tl.store(norm + C, k_norm)
+        k_norm = k_norm[:, :, None]
+        q_norm = q_norm[:, :, None]
 
     # exp2 argument of sigmoid(a (x + bias)) is -log2(e) a (x + bias).
     sharp = -1.4426950408889634
@@ -411,7 +418,7 @@ def prepare_variant(
     index = "*" + type_name(index_dtype or torch.int32)
     types = (
         *("*" + type_name(dtype) for dtype in dtypes),
-        *("*fp32", "*fp32", index, "*i32", factor, factor, value, "*fp32", "*fp32", "*fp32"),
+        *("*fp32", "*fp32", index, "*i32", factor, factor, value, "*fp32", "*fp32", "*fp32", "*fp32"),
         *(["i64"] * 12),
         *(["i32"] * 5),
         *(["fp32"] * 4),
@@ -467,7 +474,7 @@ def single_warp_variant(
     types = (
         *("*" + type_name(dtype) for dtype in dtypes),
         *("*fp32", "*fp32", "*" + type_name(index_dtype or torch.int32), "*i32"),
-        *(factor, factor, value, "*fp32"),
+        *(factor, factor, value, "*fp32", "*fp32"),
         *(["i64"] * 12),
         *(["i32"] * 5),
         *(["fp32"] * 4),
@@ -481,13 +488,14 @@ def single_warp_variant(
 
 
 def prepare(problem: Problem) -> Factors:
-    """Launch the first kernel. Allocates 6 K + 128 bytes a token and head in 16-bit factors, 8 K + 192 in fine ones."""
+    """Launch the first kernel. Allocates 6 K + 136 bytes a token and head in 16-bit factors, 8 K + 200 in fine ones."""
     config, device = problem.config, problem.q.device
     slots, heads, key_block = problem.slots, problem.heads, config.key_block
     wqk = new((4 if config.fine else 3, slots, heads, CHUNK, key_block), config.factor, device)
     p = new((slots, heads, CHUNK, CHUNK), config.factor, device)
     a = new((2 if config.fine else 1, slots, heads, CHUNK, CHUNK), config.value, device)
     decay = new((slots, heads, key_block), torch.float32, device)
+    norms = new((slots, heads, 2, CHUNK), torch.float32, device)
     align, shift = problem.align, float(anchor(problem.bound))
     q, k, gate, beta = problem.q, problem.k, problem.gate, problem.beta
     half = q.dtype.itemsize == k.dtype.itemsize == gate.dtype.itemsize == 2
@@ -513,7 +521,7 @@ def prepare(problem: Problem) -> Factors:
         slots * heads,
         (
             *(q, k, gate, beta, problem.a_log, problem.bias, problem.cu, problem.table),
-            *(wqk, p, a, *scratch, decay),
+            *(wqk, p, a, *scratch, decay, norms),
             *(q0 // align, q1 // align, q2 // align, k0 // align, k1 // align, k2 // align),
             *(g0 // align, g1 // align, g2 // align, *beta.stride()),
             *(problem.tokens, problem.tiles_a_sequence, slots, heads, problem.group),
@@ -522,4 +530,4 @@ def prepare(problem: Problem) -> Factors:
         variant,
         device,
     )
-    return Factors(wqk, p, a, decay)
+    return Factors(wqk, p, a, decay, norms)

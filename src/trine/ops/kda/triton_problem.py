@@ -53,15 +53,17 @@ class Factors:
     """What the scan needs of every tile (slot-major, then heads): see `trine.ops.kda.triton_prepare`.
 
     ``wqk`` is ``[3, slots, heads, 32, BK]`` with -W, Q+ and K-; ``p`` is ``[slots, heads, 32, 32]`` and ``a``
-    ``[1, slots, heads, 32, 32]``; ``decay`` is ``[slots, heads, BK]`` in fp32. Fine ones have a plane more of both:
-    ``a[1]`` is what rounding left of ``a[0]``, and ``wqk[2:]`` is in memory ``[slots, heads, 2, 32, BK]``, a tile's K-
-    and then its K- in fp16 (a known offset costs no register). Tiles that no sequence uses hold garbage.
+    ``[1, slots, heads, 32, 32]``; in fp32 are ``decay`` ``[slots, heads, BK]`` and ``norms`` ``[slots, heads, 2, 32]``,
+    the reciprocal norms of the rows of q and k, garbage where nobody asked for unit vectors. Fine ones have a plane
+    more of two: ``a[1]`` is what rounding left of ``a[0]``, and ``wqk[2:]`` is in memory ``[slots, heads, 2, 32, BK]``,
+    a tile's K- and then its K- in fp16 (a known offset costs no register). Tiles that no sequence uses hold garbage.
     """
 
     wqk: Tensor
     p: Tensor
     a: Tensor
     decay: Tensor
+    norms: Tensor
 
     @property
     def fine(self) -> bool:
@@ -96,17 +98,17 @@ class Kept(NamedTuple):
     cuts: Cuts | None = None
 
     def tensors(self) -> list[Tensor | None]:
-        """Its six tensors in order, None where there is none."""
-        factors: list[Tensor | None] = [None] * 4
-        if self.factors is not None:
-            factors = [self.factors.wqk, self.factors.p, self.factors.a, self.factors.decay]
+        """Its seven tensors in order, None where there is none."""
+        factors: list[Tensor | None] = [None] * 5
+        if (made := self.factors) is not None:
+            factors = [made.wqk, made.p, made.a, made.decay, made.norms]
         return [*factors, *((None, None) if self.cuts is None else (self.cuts.states, self.cuts.maps))]
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> Kept:
         """What ``tensors`` gave."""
-        factors = None if tensors[0] is None else Factors(*tensors[:4])
-        return cls(factors, None if tensors[4] is None else Cuts(*tensors[4:6]))
+        factors = None if tensors[0] is None else Factors(*tensors[:5])
+        return cls(factors, None if tensors[5] is None else Cuts(*tensors[5:7]))
 
 
 NOTHING = Kept()
