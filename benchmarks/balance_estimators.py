@@ -24,7 +24,13 @@ from dataclasses import dataclass
 import _common as common
 
 SETTINGS = {"base": (1.0, 1.0), "skew": (1.0, 3.0), "sat": (12.0, 6.0), "drift": (1.0, 1.0)}
-METHODS = ("exact", "report 1000", "signed-log 256", "signed-log 256, adaptive gain")
+METHODS = (
+    "exact",
+    "report 1000",
+    "signed-log 256",
+    "signed-log 256, adaptive gain",
+    "signed-log 256, adaptive gain, 4 rounds",
+)
 STEPS = 40
 SHOWN = (0, 1, 5, 20, 39)
 
@@ -106,7 +112,8 @@ def simulate(setting: str, domain: str, method: str, seed: int, tokens: int = 16
     from trine.ops.router import RouterStats, route, solve_bias
 
     estimator = "signed_log" if method.startswith("signed-log") else "report"
-    stats = RouterStats.allocate(1, experts, estimator=estimator, score_domain=domain)
+    rounds = 4 if method.endswith("4 rounds") else 1
+    stats = RouterStats.allocate(1, experts, estimator=estimator, score_domain=domain, batch_rounds=rounds)
     policy = QuantileBalancing(k, adaptive_gain="adaptive" in method)
     policy.warn = lambda *_: None  # that scores saturate is the point
     windows = []
@@ -218,10 +225,11 @@ def step(threads: int, quiet: bool) -> list[common.Record]:
         model.router_stats.zero_()
         model.loss(batch)[0].backward()
 
+    counted = {"report": ("report", 1), "signed-log": ("signed_log", 1), "signed-log, 4 rounds": ("signed_log", 4)}
     entries = {"pass": whole, "no counts": lambda: route(logits_TE, torch.zeros(config.experts), config.top_k)}
-    for estimator in ("report", "signed_log"):
+    for name, (estimator, rounds) in counted.items():
         stats, policy = (
-            RouterStats.allocate(layers, config.experts, estimator=estimator),
+            RouterStats.allocate(layers, config.experts, estimator=estimator, batch_rounds=rounds),
             QuantileBalancing(config.top_k),
         )
 
@@ -235,24 +243,24 @@ def step(threads: int, quiet: bool) -> list[common.Record]:
                 stats.histograms_LEB[index, :, stats.bins // 2] += tokens
             policy.step(stats)
 
-        entries |= {f"counted, {estimator}": count, f"solved, {estimator}": solved}
+        entries |= {f"counted, {name}": count, f"solved, {name}": solved}
     for value in (*entries.values(), *entries.values()):
         value()
-    for name in ("report", "signed_log"):  # the bias stays 0 while its counts are timed
+    for name in counted:  # the bias stays 0 while its counts are timed
         entries[f"counted, {name}"].__defaults__[0].bias_LE.zero_()
         entries[f"counted, {name}"].__defaults__[0].zero_()
     timings = common.time_interleaved(entries, 15)
     best = {name: timing.best_ms for name, timing in timings.items()}
     found = []
-    for estimator in ("report", "signed_log"):
-        counting = rows * layers * (best[f"counted, {estimator}"] - best["no counts"]) / threads
-        ms = counting + best[f"solved, {estimator}"]
+    for name in counted:
+        counting = rows * layers * (best[f"counted, {name}"] - best["no counts"]) / threads
+        ms = counting + best[f"solved, {name}"]
         share = ms / (rows * best["pass"] / threads + ms)
-        solving = best[f"solved, {estimator}"]
+        solving = best[f"solved, {name}"]
         note = f"{100 * share:.2f} % of a step's passes: counts {counting:.2f} ms, solve {solving:.2f} ms"
         found.append(
             common.Record(
-                *("balance-estimators", "step of the laptop preset", estimator.replace("_", "-"), ms),
+                *("balance-estimators", "step of the laptop preset", name, ms),
                 floor_fraction=round(share, 5),
                 quiet=quiet,
                 threads=threads,

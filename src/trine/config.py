@@ -54,7 +54,7 @@ PolicyName = Literal["qb", "sign", "aux", "load_quantile", "stateless", "freeze"
 
 # Dials that a policy reads. One that is set for a policy that does not read it is an error, not a wish unheard.
 _DIALS: dict[str, tuple[str, ...]] = {
-    "qb": ("estimator", "score_domain", "ema", "adaptive_gain", "service", "service_lag"),
+    "qb": ("estimator", "score_domain", "ema", "adaptive_gain", "batch_rounds", "service", "service_lag"),
     "sign": ("score_domain", "sign_step"),
     "aux": ("score_domain", "aux_weight"),
     "load_quantile": ("score_domain", "load_rate", "load_window", "load_band"),
@@ -79,6 +79,7 @@ class BalanceConfig:
     score_domain: ScoreDomain = "sigmoid"  # what the bias is added to, part of the trained model; not stateless
     ema: float = 0.0  # qb, stateless: share of the old bias (the running thresholds) kept in an update
     adaptive_gain: bool = False  # qb: smaller updates while loads are near what chance leaves
+    batch_rounds: int = 1  # qb: updates of the bias within each batch: a few reach balance in as many steps
     service: str = "off"  # qb: who solves the bias while training goes on: thread, process, or a service's address
     service_lag: int = 1  # qb: steps that the service's bias is old; -1 takes the newest there is
     sign_step: float = 1e-3  # sign: length of each step, in units of the score
@@ -115,7 +116,8 @@ class BalanceConfig:
             _need(getattr(self, name) > 0, f"balance.{name}", getattr(self, name), "more than 0")
         _need(self.load_window >= 1, "balance.load_window", self.load_window, "at least 1")
         _need(self.load_band >= 0, "balance.load_band", self.load_band, "0 or more")
-        _need(self.rounds >= 1, "balance.rounds", self.rounds, "at least 1")
+        for name in ("rounds", "batch_rounds"):
+            _need(getattr(self, name) >= 1, f"balance.{name}", getattr(self, name), "at least 1")
         _need(self.check_every >= 0, "balance.check_every", self.check_every, "0 (never) or more")
         read = self.dials()
         for field in dataclasses.fields(self):

@@ -147,7 +147,7 @@ class Model(nn.Module):
         self.config = config
         self.recompute = False
         self.pressure: LoadPressure | None = None
-        self._estimator = "report"
+        self._estimator, self._batch_rounds = "report", 1
         self.layers: Any  # a ModuleList, which types its items as plain modules
         with torch.device(device) if device is not None else nullcontext():
             self.embed = nn.Embedding(config.vocab_size, config.width)
@@ -289,7 +289,12 @@ class Model(nn.Module):
         return copy.deepcopy(self, shared)
 
     def set_balance(
-        self, *, estimator: str = "report", stateless: Stateless | None = None, pressure: LoadPressure | None = None
+        self,
+        *,
+        estimator: str = "report",
+        batch_rounds: int = 1,
+        stateless: Stateless | None = None,
+        pressure: LoadPressure | None = None,
     ) -> None:
         """What balancing does in the forward pass, in training only; `trine.balance.install_policy` calls this.
 
@@ -297,11 +302,13 @@ class Model(nn.Module):
 
         Args:
             estimator: the histogram of `router_stats`; another one than now begins new statistics with the old bias.
+            batch_rounds: updates of the bias within a batch, `RouterStats.batch_rounds`.
             stateless: thresholds of the batch choose experts.
             pressure: an auxiliary loss acts on the scores.
         """
-        self._estimator = estimator
+        self._estimator, self._batch_rounds = estimator, batch_rounds
         before = self.router_stats
+        before.batch_rounds = batch_rounds
         if estimator != before.estimator:
             self._bind_router_stats(before.device)
             self.router_stats.set_bias_(before.bias_LE)
@@ -350,6 +357,7 @@ class Model(nn.Module):
             device=device,
             estimator=self._estimator,
             score_domain=self.config.score_domain,
+            batch_rounds=self._batch_rounds,
         )
         for index, moe in enumerate(moes):
             moe.stats = self.router_stats.layer(index)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-OURS = ("signed-log 256", "signed-log 256, adaptive gain")
+ROUNDS = "signed-log 256, adaptive gain, 4 rounds"
+OURS = ("signed-log 256", "signed-log 256, adaptive gain", ROUNDS)
 METHODS = ("exact", "report 1000", *OURS)
 LAST = 10  # steps that the coefficient of variation is averaged over
 CASES = [(router, domain) for router in ("base", "skew", "sat", "drift") for domain in ("sigmoid", "logit")]
@@ -60,6 +61,15 @@ def test_skewed_logits_are_within_twice_the_floor_by_step_five(runs: Runs, metho
         assert row["cv"][5] <= 2 * row["cv_floor"], row["seed"]
 
 
+def test_skewed_scores_are_within_twice_the_floor_by_step_five_in_rounds(runs: Runs) -> None:
+    """And no single update is, not even by exact order statistics."""
+    for row in runs["skew", "sigmoid", ROUNDS]:
+        assert row["max_violation"][0] > 100 * row["max_violation_floor"], "it begins far from even"
+        assert row["max_violation"][5] <= 2 * row["max_violation_floor"], row["seed"]
+        assert row["cv"][5] <= 2 * row["cv_floor"] and not row["dead"][5], row["seed"]
+    assert min(row["max_violation"][5] for row in runs["skew", "sigmoid", "exact"]) > 4 * row["max_violation_floor"]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_saturated_routers_have_no_dead_expert_on_logits(runs: Runs, method: str) -> None:
     for row, scores in zip(runs["sat", "logit", method], runs["sat", "sigmoid", method], strict=True):
@@ -74,5 +84,8 @@ def test_what_made_the_record_still_balances_so(router: str, domain: str, monkey
     ours, exact = (simulate(router, domain, one, 0, tokens=4096, experts=64, k=2) for one in (OURS[0], "exact"))
     assert ours.cv_floor == pytest.approx(2 * 0.0442, rel=0.01)
     assert abs(mean(ours.cv[-LAST:]) - mean(exact.cv[-LAST:])) < 0.006 and not any(ours.dead[5:])
+    if domain == "sigmoid":
+        rounds = simulate(router, domain, ROUNDS, 0, tokens=4096, experts=64, k=2)
+        assert rounds.max_violation[5] <= 2 * rounds.max_violation_floor < ours.max_violation[5]
     if domain == "logit":
         assert ours.max_violation[5] <= 2 * ours.max_violation_floor and not any(ours.dead[1:])

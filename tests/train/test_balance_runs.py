@@ -44,7 +44,7 @@ from trine.train.trainer import Trainer
 MODEL = ("width=32", "layers=2", "mla_layers=(1,)", "heads=1", "head_dim=16", "dense_width=48", "latent_width=16",
          "expert_width=16", "q_rank=16", "kv_rank=16", "shared_key_dim=8")  # fmt: skip
 POLICIES = {
-    "qb": BalanceConfig(estimator="signed_log", adaptive_gain=True),
+    "qb": BalanceConfig(estimator="signed_log", adaptive_gain=True, batch_rounds=2),
     "logit": BalanceConfig(score_domain="logit"),
     "sign": BalanceConfig(policy="sign", sign_step=0.01),
     "aux": BalanceConfig(policy="aux", aux_weight=0.1),
@@ -178,6 +178,22 @@ def test_default_is_what_runs_had_before_there_were_policies(tmp_path: Path) -> 
     assert config_hash(other) != config_hash(plan)
     policy = install_policy(Model(dataclasses.replace(plan, preset="smoke").model_config()), plan.balance)
     assert isinstance(policy, QuantileBalancing) and (policy.ema, policy.adaptive_gain) == (0.0, False)
+
+
+def test_rounds_within_a_batch_reach_the_statistics_and_change_the_plan() -> None:
+    plan = train_preset("smoke")
+    model = Model(plan.model_config())
+    install_policy(model, BalanceConfig(estimator="signed_log", batch_rounds=4))
+    assert (model.router_stats.batch_rounds, model.router_stats.estimator) == (4, "signed_log")
+    assert model.to(torch.float64).router_stats.batch_rounds == 4
+    install_policy(model, BalanceConfig(estimator="signed_log"))
+    assert model.router_stats.batch_rounds == 1
+    more = dataclasses.replace(plan, balance=BalanceConfig(batch_rounds=4))
+    assert trajectory(more)["balance.batch_rounds"] == 4 and config_hash(more) != config_hash(plan)
+    with pytest.raises(ValueError, match=r"balance.batch_rounds: found 0, need at least 1"):
+        BalanceConfig(batch_rounds=0)
+    with pytest.raises(ValueError, match=r"balance.batch_rounds: found 4, need 1, as the policy 'sign' does not read"):
+        BalanceConfig(policy="sign", batch_rounds=4)
 
 
 def test_command_line_and_toml_name_the_policy(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def install_policy(model: Model, config: BalanceConfig, group: dist.ProcessGroup
     bare = unchecked(policy)
     model.set_balance(
         estimator=config.estimator,
+        batch_rounds=config.batch_rounds,
         stateless=bare.rule if isinstance(bare, StatelessThresholds) else None,
         pressure=bare.pressure if isinstance(bare, AuxiliaryBalancing) else None,
     )

@@ -294,6 +294,7 @@ _LATER = {
     "balance.service": "off",
     "balance.service_lag": 1,
     "balance.adaptive_gain": False,
+    "balance.batch_rounds": 1,
 }
 
 

@@ -152,6 +152,40 @@ def cutoffs(scores_TE: Tensor, bias_E: Tensor, k: int) -> Tensor:
 
 
 @torch.no_grad()
+def refined_cutoffs(
+    scores_TE: Tensor, bias_E: Tensor, k: int, rounds: int, grid: Grid, reach: Tensor, valid_T: Tensor | None = None
+) -> Tensor:
+    """Cutoffs under the bias that ``rounds - 1`` updates within this batch lead to.
+
+    An update takes the tokens' cutoffs as they are and moves every expert at once; where many experts move together,
+    as with skewed scores, the cutoffs move with them and one update goes half the way. More of them on one batch are
+    coordinate descent on the assignment problem's dual (K3 report, appendix C): required biases counted against these
+    cutoffs are those of a router that is nearly balanced already. README.md has how far that goes, and its cost.
+
+    Args:
+        scores_TE: ``[T, E]`` raw scores (logits), fp32 or fp64.
+        bias_E: ``[E]`` fp32, the bias the batch was routed with.
+        k: experts per token, < E.
+        rounds: updates in all, the one that is solved from what the cutoffs are for included; >= 1.
+        grid: the histogram by which each is solved.
+        reach: fp32 scalar, how far around a bias its bins go.
+        valid_T: ``[T]`` bool, rows that count; None for all.
+
+    Returns:
+        ``[T]``; rows that do not count may hold anything.
+    """
+    for _ in range(rounds - 1):
+        edges_2 = grid.edges(bias_E, reach)
+        counts_EB = torch.zeros(scores_TE.shape[1], grid.bins, dtype=torch.int32, device=scores_TE.device)
+        around = (grid, bias_E) if grid.signed_log else (None, None)
+        count_required_bias(scores_TE, cutoffs(scores_TE, bias_E, k), valid_T, edges_2, counts_EB, *around)
+        bin_LE, part_LE, tokens_L = find_quantile(counts_EB[None], k)
+        required_LE, _ = grid.required(bin_LE, part_LE, edges_2[None], bias_E[None])
+        bias_E = torch.where(tokens_L > 0, centred(required_LE[0]).float(), bias_E)
+    return cutoffs(scores_TE, bias_E, k)
+
+
+@torch.no_grad()
 def solve_bias(
     scores_TE: Tensor,
     bias_E: Tensor,
@@ -161,8 +195,9 @@ def solve_bias(
     mask_T: Tensor | None = None,
     *,
     score_domain: str = "sigmoid",
+    rounds: int = 1,
 ) -> Tensor:
-    """One update of Quantile Balancing from a whole batch of scores (K3 report Eq. 13-14).
+    """One update of Quantile Balancing from a whole batch of scores (K3 report Eq. 13-14), or several of them.
 
     Args:
         scores_TE: ``[T, E]`` raw scores in [0, 1] (any range with ``method="exact"`` or in the logit domain), floating
@@ -175,19 +210,22 @@ def solve_bias(
         bins: number of bins; default 1000, 256 for ``signed_log``.
         mask_T: ``[T]`` bool, true for tokens that count; default all. Rows with a non-finite score never count.
         score_domain: ``"logit"`` where ``scores_TE`` are logits; histograms then find a range that holds them.
+        rounds: updates within the batch, each from the last one's bias; see `refined_cutoffs`.
 
     Returns:
         ``[E]`` of the dtype of ``bias_E``, mean 0, always finite. Without a token that counts: a copy of ``bias_E``.
 
     Raises:
-        ValueError: bad shapes, dtypes, ``k``, ``method``, ``bins``, a non-finite bias, or scores outside [0, 1] for
-            a histogram of scores.
+        ValueError: bad shapes, dtypes, ``k``, ``method``, ``bins``, ``rounds``, a non-finite bias, or scores outside
+            [0, 1] for a histogram of scores.
     """
     if bins is None:
         bins = 256 if method == "signed_log" else 1000
     _check_solve(scores_TE, bias_E, k, method, bins, mask_T)
     if score_domain not in SCORE_DOMAINS:
         raise ValueError(f"score_domain: found {score_domain!r}, need one of {list(SCORE_DOMAINS)}")
+    if rounds < 1:
+        raise ValueError(f"rounds: found {rounds}, need at least 1")
     if k == scores_TE.shape[1]:
         return torch.zeros_like(bias_E)
     scores_TE = scores_TE.detach()
@@ -199,9 +237,12 @@ def solve_bias(
     scores_TE = scores_TE[valid_T]
     if scores_TE.shape[0] == 0:
         return bias_E.clone()
-    cutoff_T = cutoffs(scores_TE, bias_E, k)
     if method == "exact":
-        return centred(exact_quantile(cutoff_T[:, None] - scores_TE, k)).to(bias_E.dtype)
+        solved_E = bias_E
+        for _ in range(rounds):
+            required_TE = cutoffs(scores_TE, solved_E, k)[:, None] - scores_TE
+            solved_E = centred(exact_quantile(required_TE, k)).to(bias_E.dtype)
+        return solved_E
     low, high = float(scores_TE.min()), float(scores_TE.max())
     if score_domain == "sigmoid" and (low < 0.0 or high > 1.0):
         raise ValueError(
@@ -211,6 +252,7 @@ def solve_bias(
     grid = Grid("report" if method == "histogram" else method, score_domain, bins)
     anchor_E, reach = bias_E.float(), torch.tensor([grid.first_reach], device=bias_E.device)
     while True:
+        cutoff_T = refined_cutoffs(scores_TE, bias_E, k, rounds, grid, reach[0])
         edges_L2 = grid.edges(anchor_E[None], reach)
         counts_EB = torch.zeros(scores_TE.shape[1], bins, dtype=torch.int32, device=scores_TE.device)
         around = (grid, anchor_E) if grid.signed_log else (None, None)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from trine.ops.router.grid import ESTIMATORS, SCORE_DOMAINS, Grid, find_quantile
-from trine.ops.router.quantile import centred, check_k, count_required_bias, finite_rows, may_read
+from trine.ops.router.quantile import (
+    centred,
+    check_k,
+    count_required_bias,
+    finite_rows,
+    may_read,
+    refined_cutoffs,
+)
 
 COUNTERS = ("routed", "counted", "dropped", "saturated_low", "saturated_high")
 """Columns of `RouterStats.counters_LF`: tokens routed; those of them in the histogram; those left out of it because a
@@ -39,10 +46,13 @@ class RouterStats:
         anchor_LE: ``[L, E]`` fp32, the bias that the open window was routed with.
         reach_L: ``[L]`` fp32, how far beyond the bias the range goes; widens when a quantile lies outside.
         grid: which histogram, of scores or of logits.
+        batch_rounds: updates of the bias within each batch that is added, the window's own included: 1 counts required
+            biases against the cutoffs that the batch was routed with, more against refined ones (`refined_cutoffs`).
+            Those are of each rank's and micro-batch's own tokens; what is counted is summed as ever.
         recording: `route` adds to it only while true; see `paused`.
     """
 
-    def __init__(self, counts: Tensor, bias: Tensor, reach: Tensor, grid: Grid) -> None:
+    def __init__(self, counts: Tensor, bias: Tensor, reach: Tensor, grid: Grid, batch_rounds: int = 1) -> None:
         """Wrap existing buffers; use `allocate`."""
         self.counts = counts
         self.bias_LE = bias
@@ -50,6 +60,7 @@ class RouterStats:
         self.reach_L = reach
         self.edges_L2 = grid.edges(bias, reach)
         self.grid = grid
+        self.batch_rounds = batch_rounds
         self.recording = True
 
     @classmethod
@@ -62,6 +73,7 @@ class RouterStats:
         *,
         estimator: str = "report",
         score_domain: str = "sigmoid",
+        batch_rounds: int = 1,
     ) -> RouterStats:
         """Fresh statistics: every count and bias exactly 0, ranges those of bias 0.
 
@@ -74,6 +86,7 @@ class RouterStats:
                 ``"signed_log"``, bins around each expert's old bias, fine near it.
             score_domain: what biases are added to: ``"sigmoid"``, the scores (also softmax), or ``"logit"``. Must be
                 that of `route`.
+            batch_rounds: the attribute; >= 1.
 
         Raises:
             ValueError: a size that is too small or does not fit, an unknown name.
@@ -84,11 +97,13 @@ class RouterStats:
             raise ValueError(
                 f"layers, experts, bins: found {layers}, {experts}, {bins}, need layers >= 0, experts >= 1, bins >= 1"
             )
+        if batch_rounds < 1:
+            raise ValueError(f"batch_rounds: found {batch_rounds}, need at least 1")
         grid = Grid(estimator, score_domain, bins)
         size = layers * (experts * bins + experts + len(COUNTERS))
         bias = torch.zeros(layers, experts, dtype=torch.float32, device=device)
         reach = torch.full((layers,), grid.first_reach, dtype=torch.float32, device=device)
-        return cls(torch.zeros(size, dtype=torch.int32, device=device), bias, reach, grid)
+        return cls(torch.zeros(size, dtype=torch.int32, device=device), bias, reach, grid, batch_rounds)
 
     @property
     def bins(self) -> int:
@@ -197,7 +212,7 @@ class RouterStats:
 
     def replica(self) -> RouterStats:
         """Counts of its own, zero, beside the same bias and ranges: for a thread that routes with this bias."""
-        other = RouterStats(torch.zeros_like(self.counts), self.bias_LE, self.reach_L, self.grid)
+        other = RouterStats(torch.zeros_like(self.counts), self.bias_LE, self.reach_L, self.grid, self.batch_rounds)
         other.anchor_LE, other.edges_L2 = self.anchor_LE, self.edges_L2
         return other
 
@@ -292,8 +307,11 @@ class RouterStats:
         names = ("counts", "bias_LE", "anchor_LE", "reach_L", "edges_L2")
         source = self
         if self.device.type == "meta" and torch.device(device).type != "meta":
-            kind = {"estimator": self.estimator, "score_domain": self.score_domain}
-            source = RouterStats.allocate(self.layers, self.experts, self.bins, device, **kind)
+            source = RouterStats.allocate(
+                *(self.layers, self.experts, self.bins, device),
+                estimator=self.estimator,
+                score_domain=self.score_domain,
+            )
         for name in names:
             setattr(self, name, getattr(source, name).to(device))
         return self
@@ -466,7 +484,7 @@ class LayerStats:
             above_zero = self.score_domain == "logit" or low > 0.0
             if above_zero and low > saturation_below and high < saturation_above:
                 counters[1] += tokens
-                self._count(scores_TE, cutoff_T, None)
+                self._count(scores_TE, cutoff_T, None, ids_TK.shape[1])
                 return
         valid_T = finite_rows(scores_TE if logits_TE is None else logits_TE) & cutoff_T.isfinite()
         dropped_T = ~valid_T
@@ -478,11 +496,15 @@ class LayerStats:
         counters[3] += torch.where(valid_T, saturated_T, 0).sum()
         counters[4] += counters[3] >> _WORD
         counters[3] &= (1 << _WORD) - 1
-        self._count(scores_TE, cutoff_T, valid_T)
+        self._count(scores_TE, cutoff_T, valid_T, ids_TK.shape[1])
 
-    def _count(self, scores_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None) -> None:
-        grid, anchor_E = (self.owner.grid, self.anchor_E) if self.owner.grid.signed_log else (None, None)
-        count_required_bias(scores_TE, cutoff_T, valid_T, self.edges_2, self.histogram_EB, grid, anchor_E)
+    def _count(self, scores_TE: Tensor, cutoff_T: Tensor, valid_T: Tensor | None, k: int) -> None:
+        grid, anchor_E = self.owner.grid, self.anchor_E
+        if self.owner.batch_rounds > 1:
+            reach = self.owner.reach_L[self.index]
+            cutoff_T = refined_cutoffs(scores_TE, anchor_E, k, self.owner.batch_rounds, grid, reach, valid_T)
+        around = (grid, anchor_E) if grid.signed_log else (None, None)
+        count_required_bias(scores_TE, cutoff_T, valid_T, self.edges_2, self.histogram_EB, *around)
 
     def _open(self, bias_E: Tensor) -> None:
         """The first count of a window fixes its range to the bias in use, however that was set.
