@@ -33,8 +33,8 @@ the worst seed's last step. `benchmarks/balance_estimators.py` made the records,
 - The adaptive gain takes most of the excess over the floor away from a router that stands still, and changes nothing
   for one that moves.
 - Four rounds within each batch (`balance.batch_rounds`) are what skewed scores need: within twice the floor by the
-  fifth step, {rounds} in the worst seed, where no single update is; and loads stay more even afterwards, also those of a
-  router that moves. Saturated scores they cannot part either.
+  fifth step, {rounds} in the worst seed, where no single update is; and loads stay more even afterwards, also those of
+  a router that moves. Saturated scores they cannot part either.
 
 Late biases were recorded for the report's estimator on scores with 8,192 tokens, 128 experts and 4 a token, and for
 nothing else; the absolute bias is adopted so many steps late. MaxVio of the last step, mean and worst of the seeds, and
