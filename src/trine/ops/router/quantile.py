@@ -175,14 +175,28 @@ def refined_cutoffs(
         ``[T]``; rows that do not count may hold anything.
     """
     for _ in range(rounds - 1):
-        edges_2 = grid.edges(bias_E, reach)
-        counts_EB = torch.zeros(scores_TE.shape[1], grid.bins, dtype=torch.int32, device=scores_TE.device)
-        around = (grid, bias_E) if grid.signed_log else (None, None)
-        count_required_bias(scores_TE, cutoffs(scores_TE, bias_E, k), valid_T, edges_2, counts_EB, *around)
-        bin_LE, part_LE, tokens_L = find_quantile(counts_EB[None], k)
-        required_LE, _ = grid.required(bin_LE, part_LE, edges_2[None], bias_E[None])
+        cutoff_T = cutoffs(scores_TE, bias_E, k)
+        required_LE, _, tokens_L = _solve_batch(scores_TE, cutoff_T, bias_E, k, grid, reach, valid_T)
         bias_E = torch.where(tokens_L > 0, centred(required_LE[0]).float(), bias_E)
     return cutoffs(scores_TE, bias_E, k)
+
+
+def _solve_batch(
+    scores_TE: Tensor,
+    cutoff_T: Tensor,
+    bias_E: Tensor,
+    k: int,
+    grid: Grid,
+    reach: Tensor,
+    valid_T: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Required biases ``[1, E]`` by a histogram of this batch alone, which lie outside its range, and the tokens."""
+    edges_2, anchor_E = grid.edges(bias_E, reach), bias_E.float()
+    counts_EB = torch.zeros(scores_TE.shape[1], grid.bins, dtype=torch.int32, device=scores_TE.device)
+    around = (grid, anchor_E) if grid.signed_log else (None, None)
+    count_required_bias(scores_TE, cutoff_T, valid_T, edges_2, counts_EB, *around)
+    bin_LE, part_LE, tokens_L = find_quantile(counts_EB[None], k)
+    return *grid.required(bin_LE, part_LE, edges_2[None], anchor_E[None]), tokens_L
 
 
 @torch.no_grad()
@@ -250,16 +264,11 @@ def solve_bias(
             "exact only for sigmoid or softmax scores"
         )
     grid = Grid("report" if method == "histogram" else method, score_domain, bins)
-    anchor_E, reach = bias_E.float(), torch.tensor([grid.first_reach], device=bias_E.device)
+    reach = torch.tensor([grid.first_reach], device=bias_E.device)
     while True:
         cutoff_T = refined_cutoffs(scores_TE, bias_E, k, rounds, grid, reach[0])
-        edges_L2 = grid.edges(anchor_E[None], reach)
-        counts_EB = torch.zeros(scores_TE.shape[1], bins, dtype=torch.int32, device=scores_TE.device)
-        around = (grid, anchor_E) if grid.signed_log else (None, None)
-        count_required_bias(scores_TE, cutoff_T, None, edges_L2[0], counts_EB, *around)
-        bin_LE, part_LE, _ = find_quantile(counts_EB[None], k)
-        required_LE, outside_LE = grid.required(bin_LE, part_LE, edges_L2, anchor_E[None])
-        wider = grid.next_reach(reach, anchor_E[None], required_LE, outside_LE)
+        required_LE, outside_LE, _ = _solve_batch(scores_TE, cutoff_T, bias_E, k, grid, reach[0])
+        wider = grid.next_reach(reach, bias_E.float()[None], required_LE, outside_LE)
         if not bool(outside_LE.any()) or bool(wider == reach):
             return centred(required_LE[0]).to(bias_E.dtype)
         reach = wider  # the whole batch is at hand: count again
