@@ -251,12 +251,16 @@ def test_only_wanted_gradients(lab: SimpleNamespace) -> None:
     assert inputs["v"].grad is not None and inputs["q"].grad is None and inputs["A_log"].grad is None
 
 
-def test_second_derivatives_are_refused(lab: SimpleNamespace) -> None:
+@pytest.mark.parametrize("power", [1, 2])
+def test_second_derivatives_are_refused(lab: SimpleNamespace, power: int) -> None:
+    """Also where the incoming gradient needs none itself: a penalty must not be lost silently."""
     inputs = {name: x.requires_grad_() for name, x in lab.draw(5, key=4, value=3).items()}
     out, _ = kda(**inputs)
-    (dq,) = torch.autograd.grad(out.square().sum(), inputs["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+    loss = out.pow(power).sum()
+    (dq,) = torch.autograd.grad(loss, inputs["q"], create_graph=True)
+    assert dq.requires_grad
+    with pytest.raises(RuntimeError, match="ChunkedKDA: found a gradient of a gradient"):
+        (loss + dq.square().sum()).backward()
 
 
 @pytest.mark.parametrize("lengths", [(0,), (0, 0, 0)])

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trine.ops._autograd import differentiable_once
 from trine.ops._tiles import row_tiles
 
 
@@ -57,7 +57,7 @@ class _AttnRes(torch.autograd.Function):
         return h_TD
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dh_TD: Tensor) -> tuple[Tensor | None, ...]:
         query_D, gain_D, rstd_ST, logits_ST, *sources = ctx.saved_tensors
         dtype = query_D.dtype

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from trine.ops._autograd import differentiable_once
 
 
 def _chunk_losses(hidden_RD: Tensor, weight_VD: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (nll_T.double() * weights_T.double()).sum().to(hidden_TD.dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         grads = [None if saved is None else saved * dloss for saved in ctx.saved_tensors]
         return (*grads, None, None)

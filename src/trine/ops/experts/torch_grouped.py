@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from trine.ops import _tiles
+from trine.ops._autograd import differentiable_once
 
 # Work is counted in multiply-adds of one product. A call into the library costs as much as _CALL of them, copying a
 # matrix element _COPY, reading one in vain _READ, an activation (its share a product) _ACTIVATION. README.md has the
@@ -309,7 +309,7 @@ class GroupedExperts(torch.autograd.Function):
         return out_TL
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_TL: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, weights, gate, up, down."""
         x_TL, weights_TK, gate_EFL, up_EFL, down_ELF, gate_SF, up_SF, slot_pair_S, pair_slot_N = ctx.saved_tensors

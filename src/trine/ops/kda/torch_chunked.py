@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trine.ops._autograd import differentiable_once
 from trine.ops.kda._checks import TILE
 from trine.ops.kda.chunk import diagonal_blocks, join, join_backward
 from trine.ops.kda.gate import compute_dtype, full_precision, sigmoid_
@@ -98,7 +98,7 @@ class ChunkedKDA(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = Saved(*ctx.saved_tensors)
         parameters = any(ctx.needs_input_grad[5:7])

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trine.ops._autograd import differentiable_once
 from trine.ops.kda.triton_backward import Gradients, kda_backward
 from trine.ops.kda.triton_config import Config, choose
 from trine.ops.kda.triton_forward import forward
@@ -129,7 +129,7 @@ class TritonKDA(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the eight tensors; None for ``cu_seqlens`` and the settings."""
         if d_out is None and d_final is None:

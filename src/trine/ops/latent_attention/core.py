@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trine.ops._autograd import differentiable_once
 from trine.ops.latent_attention.plan import Group, Plan, Tiling, tiles
 
 
@@ -117,7 +117,7 @@ class _Attention(torch.autograd.Function):
         return o_FHV
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, do_FHV: Tensor) -> tuple[Tensor | None, ...]:
         q_FHC, k_FGC, v_FGV, o_FHV, *lse_list = ctx.saved_tensors
         scale, value_width = ctx.scale, ctx.value_width

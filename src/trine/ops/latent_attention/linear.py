@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trine.ops import _tiles
+from trine.ops._autograd import differentiable_once
 
 _BLOCK, _CARD_BLOCK = 256, 2048  # rows multiplied at a time, on a CPU and on a card
 
@@ -84,7 +84,7 @@ class _HeadLinear(torch.autograd.Function):
         return y_THO
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy_THO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight_HOK = ctx.saved_tensors
         heads, out_channels, channels = weight_HOK.shape

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trine.ops._autograd import differentiable_once
 from trine.ops.latent_attention.core import attention
 from trine.ops.latent_attention.linear import head_linear
 from trine.ops.latent_attention.plan import Index, make_plan, moved
@@ -23,7 +23,7 @@ class _Place(torch.autograd.Function):
         return moved(rows, index)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None]:
         return moved(drows, ctx.inverse), None, None
 

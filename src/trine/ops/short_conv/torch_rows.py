@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trine.ops import _tiles
+from trine.ops._autograd import differentiable_once
 
 # Rows summed at a time on a CPU, and at most so many on a card; fixed, so that appended rows never regroup a sum.
 _BLOCK, _CARD_BLOCK = 256, 4096
@@ -114,7 +114,7 @@ class _ShortConv(torch.autograd.Function):
         return y_buffer[:tokens]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, weight_WC, rows_NW, ext_NEC, z_TC = ctx.saved_tensors
         tokens, channels = x_TC.shape

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trine.ops._autograd import differentiable_once
 from trine.ops._tiles import row_tiles
 
 
@@ -27,7 +27,7 @@ class _SituGlu(torch.autograd.Function):
         return y_TF
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         gate_TF, up_TF = ctx.saved_tensors
         beta, linear_beta = ctx.betas
