@@ -116,8 +116,9 @@ class BalanceConfig:
             _need(getattr(self, name) > 0, f"balance.{name}", getattr(self, name), "more than 0")
         _need(self.load_window >= 1, "balance.load_window", self.load_window, "at least 1")
         _need(self.load_band >= 0, "balance.load_band", self.load_band, "0 or more")
-        for name in ("rounds", "batch_rounds"):
-            _need(getattr(self, name) >= 1, f"balance.{name}", getattr(self, name), "at least 1")
+        _need(self.rounds >= 1, "balance.rounds", self.rounds, "at least 1")
+        few = isinstance(self.batch_rounds, int) and 1 <= self.batch_rounds <= 100
+        _need(few, "balance.batch_rounds", self.batch_rounds, "a whole number from 1 to 100")
         _need(self.check_every >= 0, "balance.check_every", self.check_every, "0 (never) or more")
         read = self.dials()
         for field in dataclasses.fields(self):

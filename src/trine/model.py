@@ -26,6 +26,7 @@ from trine.nn import (
 from trine.ops.cross_entropy import linear_cross_entropy
 from trine.ops.router import RouterStats
 from trine.ops.router.auxiliary import LoadPressure
+from trine.ops.router.quantile import check_rounds
 from trine.ops.router.stateless import Stateless
 
 if TYPE_CHECKING:
@@ -306,6 +307,7 @@ class Model(nn.Module):
             stateless: thresholds of the batch choose experts.
             pressure: an auxiliary loss acts on the scores.
         """
+        check_rounds("batch_rounds", batch_rounds)
         self._estimator, self._batch_rounds = estimator, batch_rounds
         before = self.router_stats
         before.batch_rounds = batch_rounds

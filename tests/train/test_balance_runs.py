@@ -190,8 +190,12 @@ def test_rounds_within_a_batch_reach_the_statistics_and_change_the_plan() -> Non
     assert model.router_stats.batch_rounds == 1
     more = dataclasses.replace(plan, balance=BalanceConfig(batch_rounds=4))
     assert trajectory(more)["balance.batch_rounds"] == 4 and config_hash(more) != config_hash(plan)
-    with pytest.raises(ValueError, match=r"balance.batch_rounds: found 0, need at least 1"):
-        BalanceConfig(batch_rounds=0)
+    for bad in (0, 2.5, 101):
+        with pytest.raises(ValueError, match=rf"balance.batch_rounds: found {bad}, need a whole number from 1 to 100"):
+            BalanceConfig(batch_rounds=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch_rounds: found 0, need a whole number of at least 1"):
+        model.set_balance(estimator="report", batch_rounds=0)
+    assert model.router_stats.estimator == "signed_log"
     with pytest.raises(ValueError, match=r"balance.batch_rounds: found 4, need 1, as the policy 'sign' does not read"):
         BalanceConfig(policy="sign", batch_rounds=4)
 

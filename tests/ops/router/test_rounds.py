@@ -149,13 +149,32 @@ def test_micro_batches_refine_alone_and_sum_as_integers() -> None:
     assert abs(ours - whole) < 0.3 < 3.0 < violation(fresh, torch.zeros(EXPERTS), "sigmoid")
 
 
+@every_kind
+@pytest.mark.parametrize("level", [0.5, 3.0, 40.0])
+def test_a_constant_in_the_bias_changes_nothing(estimator: str, domain: str, level: float) -> None:
+    """A bias from elsewhere need not have mean 0."""
+    logits_TE, found = skewed(4000, 1.0), []
+    for added in (0.0, level):
+        stats = RouterStats.allocate(1, EXPERTS, estimator=estimator, score_domain=domain, batch_rounds=4)
+        stats.set_bias_(torch.linspace(-0.1, 0.1, EXPERTS)[None] + added)
+        route(logits_TE, stats.bias_LE[0], K, stats=stats.layer(0), score_domain=domain)
+        found.append(stats.solve_(K).bias_LE[0].clone())
+    width = 2.2 / 1000 if domain == "sigmoid" else 33 / 1000
+    if estimator == "signed_log":
+        width = float(found[0].abs().max()) / 4
+    assert float((found[1] - found[0]).abs().max()) <= width
+    assert float(found[1].max() - found[1].min()) > 0.3
+
+
 def test_replicas_and_moved_statistics_keep_the_rounds() -> None:
     stats = RouterStats.allocate(1, EXPERTS, device="meta", batch_rounds=3)
     assert stats.to("cpu").replica().batch_rounds == stats.batch_rounds == 3
 
 
 def test_rounds_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="batch_rounds: found 0, need at least 1"):
-        RouterStats.allocate(1, EXPERTS, batch_rounds=0)
-    with pytest.raises(ValueError, match="rounds: found -1, need at least 1"):
-        solve_bias(torch.rand(4, EXPERTS), torch.zeros(EXPERTS), K, rounds=-1)
+    for bad in (0, -1, 2.5, "4"):
+        message = f"rounds: found {bad!r}, need a whole number of at least 1"
+        with pytest.raises(ValueError, match=message):
+            RouterStats.allocate(1, EXPERTS, batch_rounds=bad)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            solve_bias(torch.rand(4, EXPERTS), torch.zeros(EXPERTS), K, rounds=bad)  # type: ignore[arg-type]

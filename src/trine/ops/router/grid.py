@@ -66,7 +66,7 @@ class Grid:
     @property
     def bordered(self) -> bool:
         """Whether the first and last bins hold only what lies outside the range. Scores in [0, 1] leave the report's
-        range nowhere, so that there every bin is one like the others."""
+        range nowhere (but against refined cutoffs), so that there every bin is one like the others."""
         return self.signed_log or self.score_domain == "logit"
 
     @property

@@ -34,7 +34,8 @@ def histogram_edges(bias_LE: Tensor, bins: int) -> Tensor:
     """Range of the next histogram: ``[min b - 1, max b + 1]`` in ``bins`` equal bins (K3 report, appendix D).
 
     Scores lie in [0, 1] and the cutoff is an order statistic of s + b, so it lies in [min b, max b + 1] and every
-    required bias lies in this range: nothing is cut off. (This holds for sigmoid and softmax scores, not for logits.)
+    required bias lies in this range: nothing is cut off. (This holds for sigmoid and softmax scores, not for logits,
+    and for the cutoffs that the batch was routed with, not for refined ones.)
 
     Args:
         bias_LE: ``[..., E]`` fp32.
@@ -95,7 +96,8 @@ def _flat_bins(
     first_E = torch.arange(scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device) * bins
     if grid is not None and anchor_E is not None:
         return grid.signed_log_bins(scores_TE, cutoff_T, anchor_E, edges_2).add_(first_E)
-    # scores: the last rounding may step over an end of the exact range by one ulp; logits: the end bins take the rest
+    # scores: the last rounding may step over an end of the exact range by one ulp; logits, and scores counted against
+    # refined cutoffs: the end bins take the rest
     place_TE = (cutoff_T[:, None] - scores_TE).sub_(edges_2[0]).mul_(1.0 / edges_2[1]).clamp_(0, bins - 1)
     return place_TE.int().add_(first_E)
 
@@ -174,10 +176,11 @@ def refined_cutoffs(
     Returns:
         ``[T]``; rows that do not count may hold anything.
     """
+    level = bias_E.double().mean()  # kept: cutoffs of another level would lie outside the range around ``bias_E``
     for _ in range(rounds - 1):
         cutoff_T = cutoffs(scores_TE, bias_E, k)
         required_LE, _, tokens_L = _solve_batch(scores_TE, cutoff_T, bias_E, k, grid, reach, valid_T)
-        bias_E = torch.where(tokens_L > 0, centred(required_LE[0]).float(), bias_E)
+        bias_E = torch.where(tokens_L > 0, (centred(required_LE[0]) + level).to(bias_E.dtype), bias_E)
     return cutoffs(scores_TE, bias_E, k)
 
 
@@ -238,8 +241,7 @@ def solve_bias(
     _check_solve(scores_TE, bias_E, k, method, bins, mask_T)
     if score_domain not in SCORE_DOMAINS:
         raise ValueError(f"score_domain: found {score_domain!r}, need one of {list(SCORE_DOMAINS)}")
-    if rounds < 1:
-        raise ValueError(f"rounds: found {rounds}, need at least 1")
+    check_rounds("rounds", rounds)
     if k == scores_TE.shape[1]:
         return torch.zeros_like(bias_E)
     scores_TE = scores_TE.detach()
@@ -296,6 +298,12 @@ def check_k(k: int, experts: int) -> None:
     """Raise ValueError unless 1 <= k <= experts."""
     if not 1 <= k <= experts:
         raise ValueError(f"k: found {k}, need 1 <= k <= {experts}, the number of experts")
+
+
+def check_rounds(name: str, rounds: int) -> None:
+    """Raise ValueError unless ``rounds`` is a whole number of at least 1."""
+    if not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"{name}: found {rounds!r}, need a whole number of at least 1")
 
 
 def check_bias(bias_E: Tensor, experts: int) -> None:

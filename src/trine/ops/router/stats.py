@@ -12,6 +12,7 @@ from trine.ops.router.grid import ESTIMATORS, SCORE_DOMAINS, Grid, find_quantile
 from trine.ops.router.quantile import (
     centred,
     check_k,
+    check_rounds,
     count_required_bias,
     finite_rows,
     may_read,
@@ -97,8 +98,7 @@ class RouterStats:
             raise ValueError(
                 f"layers, experts, bins: found {layers}, {experts}, {bins}, need layers >= 0, experts >= 1, bins >= 1"
             )
-        if batch_rounds < 1:
-            raise ValueError(f"batch_rounds: found {batch_rounds}, need at least 1")
+        check_rounds("batch_rounds", batch_rounds)
         grid = Grid(estimator, score_domain, bins)
         size = layers * (experts * bins + experts + len(COUNTERS))
         bias = torch.zeros(layers, experts, dtype=torch.float32, device=device)
@@ -173,8 +173,9 @@ class RouterStats:
 
     @property
     def overflow_L(self) -> Tensor:
-        """``[L]`` int64: required biases, of T x E, outside the histogram's range. None by construction for the
-        report's histogram of scores. Those far above an expert's quantile do no harm."""
+        """``[L]`` int64: required biases, of T x E, outside the histogram's range. Those far above an expert's quantile
+        do no harm. 0 for the report's histogram of scores, which leave its range nowhere; counted against refined
+        cutoffs (`batch_rounds`) they may, and are then in its first and last bins without being told apart."""
         if not self.grid.bordered:
             return torch.zeros(self.layers, dtype=torch.int64, device=self.device)
         return self.histograms_LEB[:, :, :: self.bins - 1].sum((1, 2), dtype=torch.int64)
