@@ -236,6 +236,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.write or options.only:
         names, rows = [name for name in entries() if options.only in name], {}
+        if not names:
+            raise SystemExit(f"--only: found no configuration whose name has {options.only!r} in it")
         if not options.only:
             old = json.loads(TABLE.read_text()) if TABLE.exists() else {}
             current = {name: fingerprint(k, v, triton.__version__) for name, (k, v, _) in entries().items()}
@@ -260,6 +262,8 @@ def main() -> int:
     problems = differences(options.same_triton)
     for problem in problems:
         print(problem, file=sys.stderr)
+    if not problems:
+        print(f"{TABLE.name}: its {len(entries())} configurations are those that ship")
     return 1 if problems else 0
 
 

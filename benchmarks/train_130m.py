@@ -137,6 +137,8 @@ def main() -> int:
     parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("benchmarks/train_130m.py needs a CUDA card, found none (--device cpu runs the torch path)")
     name = torch.cuda.get_device_name() if device.type == "cuda" else None
     batches = rows(options.steps, options.tokens, device)
     records, failed = [], False

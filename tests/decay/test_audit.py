@@ -439,6 +439,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: C
         (("kda", "--device", "abacus"), "device: found 'abacus', need cpu, cuda or cuda:NUMBER", 1),
         (("kda", "--json", "nowhere/at/all.json"), "json: found no folder nowhere/at, need an existing one", 1),
         (("kda", "--device", "cuda:first"), "device: found 'cuda:first', need cpu, cuda or cuda:NUMBER", 1),
+        (("kda", "--device", "cuda"), "device: found no card for 'cuda', need cpu here", 1),
         (("kda", "--junit", "."), "junit: found the folder ., need the name of a file", 1),
         (("kda", "--timeout", "-1"), "timeout: found -1, need a positive number of seconds", 1),
         (("kda", "--budget", "nan"), "budget: found nan, need a positive number of seconds", 1),
@@ -448,8 +449,9 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: C
     ],
 )
 def test_mistakes_get_one_line(
-    capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str, code: int
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], message: str, code: int
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found, _, err = run_cli(capsys, *args)
     assert found == code
     assert message in err

@@ -115,3 +115,28 @@ def test_the_recurrent_form(tokens: int) -> None:
 def test_what_does_not_fit_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         chunk_kda(**draw(), **options)
+
+
+def test_errors_inside_name_the_arguments_of_fla() -> None:
+    x = draw()
+    x["g"] = -x["g"].abs()
+    batch, _, _, key = x["q"].shape
+    heads, value = x["v"].shape[2:]
+    state = torch.zeros(batch, heads, value, key)
+    for call in (chunk_kda, fused_recurrent_kda):
+        with pytest.raises(
+            ValueError, match=r"^g: found a log-decay of .* need values <= 0 without use_gate_in_kernel"
+        ):
+            call(**(x | {"g": -x["g"]}))
+        with pytest.raises(ValueError, match=r"^g: found shape"):
+            call(**(x | {"g": x["g"][..., 1:]}))
+        with pytest.raises(ValueError, match=r"^q: found shape .* need \[B, T, H, K\]"):
+            call(**(x | {"q": x["q"][None]}))
+        with pytest.raises(
+            ValueError, match=r"^initial_state: found shape \(2,\), need \[N, HV, V, K\] with state_v_first"
+        ):
+            call(**x, initial_state=torch.zeros(2), state_v_first=True)
+        with pytest.raises(ValueError, match=r"^initial_state: .*as seen after state_v_first=True turned"):
+            call(**x, initial_state=state.mT, state_v_first=True)
+        with pytest.raises(ValueError, match=r"^lower_bound: .*g as log decays, without use_gate_in_kernel"):
+            call(**x, use_gate_in_kernel=True, lower_bound=-6.0, A_log=torch.zeros(heads))

@@ -62,13 +62,32 @@ def test_layer_equals_its_equations(keywords: dict[str, object]) -> None:
 def test_steps_equal_the_packed_form_for_several_sequences() -> None:
     layer = layer_in_float64()
     x_NTD = torch.randn(3, 7, D, dtype=torch.float64)
-    past = KdaPast(torch.zeros(3, H, K, K, dtype=torch.float64), torch.zeros(3, 3, 3 * H * K, dtype=torch.float64))
+    past = layer.empty_past(3)
+    assert isinstance(past, KdaPast) and [tuple(x.shape) for x in past] == [(3, H, K, K), (3, 3, 3 * H * K)]
+    assert {x.dtype for x in past} == {torch.float64} and not any(x.any() for x in past)
     steps = []
     for t in range(7):
         y_ND, past = layer(x_NTD[:, t], past=past, step=True)
         steps.append(y_ND)
     for n in range(3):
         torch.testing.assert_close(torch.stack(steps, 1)[n], by_hand(layer, x_NTD[n]), rtol=1e-10, atol=1e-10)
+
+
+def test_bad_input_is_named() -> None:
+    for keywords, message in (
+        ({"gate_kind": "bogus"}, "gate_kind: found 'bogus', need 'bounded' or 'softplus'"),
+        ({"g_min": -9.0}, r"g_min: found -9\.0, need a value in \(-5\.5, 0\)"),
+        ({"conv_kernel": 0}, "conv_kernel: found 0, need at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            KimiDeltaAttention(D, H, K, **keywords)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="heads: found 0, need at least 1"):
+        KimiDeltaAttention(D, 0, K)
+    layer = KimiDeltaAttention(D, H, K)
+    with pytest.raises(ValueError, match=r"x_TD: found shape \(1, 4, 12\), need \[T, width\]"):
+        layer(torch.zeros(1, 4, D))
+    with pytest.raises(ValueError, match="past: found None, need the state and window"):
+        layer(torch.zeros(4, D), step=True)
 
 
 def test_initial_decay_is_the_documented_one() -> None:

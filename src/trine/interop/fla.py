@@ -8,6 +8,8 @@ neither needed nor imported.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -81,15 +83,17 @@ def chunk_kda(
         A_log, dt_bias, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, safe_gate, lower_bound,
     )  # fmt: skip
-    out, final = kda(
-        *(q, k, v, g, beta),
-        **options,
-        initial_state=_turned(initial_state, state_v_first),
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        backend=backend,
-        save="factors" if disable_recompute else "inputs",
-    )
+    state = _turned(initial_state, state_v_first)
+    with _named_as_there(state_v_first):
+        out, final = kda(
+            *(q, k, v, g, beta),
+            **options,
+            initial_state=state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+            save="factors" if disable_recompute else "inputs",
+        )
     return out, _turned(final, state_v_first)
 
 
@@ -125,24 +129,50 @@ def fused_recurrent_kda(
     )  # fmt: skip
     state = _turned(initial_state, state_v_first)
     final: Tensor | None
+    if q.ndim != 4:
+        raise ValueError(f"q: found shape {tuple(q.shape)}, need [B, T, H, K]")
     if q.shape[1] == 1 and cu_seqlens is None and state is not None:
         row = (*(x[:, 0] for x in (q, k, v, g, beta)), state)
-        out, final = kda_step(*row, **options, backend=backend)
+        with _named_as_there(state_v_first):
+            out, final = kda_step(*row, **options, backend=backend)
         out = out[:, None]
     else:
-        out, final = kda(
-            *(q, k, v, g, beta),
-            **options,
-            initial_state=state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            backend=backend,
-        )
+        with _named_as_there(state_v_first):
+            out, final = kda(
+                *(q, k, v, g, beta),
+                **options,
+                initial_state=state,
+                output_final_state=output_final_state,
+                cu_seqlens=cu_seqlens,
+                backend=backend,
+            )
     return out, _turned(final, state_v_first) if output_final_state else None
+
+
+@contextmanager
+def _named_as_there(state_v_first: bool) -> Iterator[None]:
+    """Errors inside name fla's arguments."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        name, colon, rest = text.partition(":")
+        if name == "gate":
+            rest = rest.replace("with gate_kind='log_decay'", "without use_gate_in_kernel")
+            raise ValueError(f"g{colon}{rest}") from error
+        if name == "lower_bound":
+            rest = rest.replace("gate_kind='log_decay'", "g as log decays, without use_gate_in_kernel,")
+            raise ValueError(f"{name}{colon}{rest}") from error
+        if name in ("initial_state", "state"):
+            turned = " (as seen after state_v_first=True turned [V, K] into [K, V])" if state_v_first else ""
+            raise ValueError(f"initial_state{colon}{rest}{turned}") from error
+        raise
 
 
 def _turned(state: Tensor | None, v_first: bool) -> Tensor | None:
     """A state between ``[N, HV, K, V]`` and ``[N, HV, V, K]``."""
+    if state is not None and v_first and state.ndim != 4:
+        raise ValueError(f"initial_state: found shape {tuple(state.shape)}, need [N, HV, V, K] with state_v_first=True")
     return state.mT.contiguous() if state is not None and v_first else state
 
 

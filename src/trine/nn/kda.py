@@ -21,7 +21,9 @@ DT_FLOOR = 1e-4
 
 
 class KdaPast(NamedTuple):
-    """What N sequences carry through one KDA layer: recurrent state and the last inputs of the convolution."""
+    """What N sequences carry through one KDA layer: recurrent state ``[N, H, K, K]``, float32 (float64 in a float64
+    layer), and the last inputs of the convolution ``[N, W - 1, 3 H K]`` in the layer's dtype. Zeros before any token:
+    `KimiDeltaAttention.empty_past`."""
 
     state_NHKV: Tensor
     window_NWC: Tensor
@@ -48,6 +50,13 @@ class KimiDeltaAttention(Float32Parameters):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        for name, size in (("width", width), ("heads", heads), ("head_dim", head_dim), ("conv_kernel", conv_kernel)):
+            if size < 1:
+                raise ValueError(f"{name}: found {size}, need at least 1")
+        if gate_kind not in ("bounded", "softplus"):
+            raise ValueError(f"gate_kind: found {gate_kind!r}, need 'bounded' or 'softplus'")
+        if not -5.5 < g_min < 0:
+            raise ValueError(f"g_min: found {g_min}, need a value in (-5.5, 0)")
         self.backend = backend  # of `trine.ops.kda.kda` and `kda_step`: "auto", "torch", "triton"
         self.heads, self.head_dim = heads, head_dim
         self.gate_kind, self.g_min, self.norm_eps = gate_kind, g_min, norm_eps
@@ -74,16 +83,35 @@ class KimiDeltaAttention(Float32Parameters):
             dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp_().clamp_(min=DT_FLOOR)
             self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
+    def empty_past(self, sequences: int = 1) -> KdaPast:
+        """What ``sequences`` carry before their first token: zeros, on the layer's device."""
+        weight = self.qkv_proj.weight
+        state = (sequences, self.heads, self.head_dim, self.head_dim)
+        window = (sequences, self.conv.weight.shape[1] - 1, 3 * self.heads * self.head_dim)
+        return KdaPast(weight.new_zeros(state, dtype=at_least_float32(weight.dtype)), weight.new_zeros(window))
+
     def forward(
         self, x_TD: Tensor, cu_seqlens_N1: Tensor | None = None, past: KdaPast | None = None, step: bool = False
     ) -> tuple[Tensor, KdaPast | None]:
         """Run packed sequences, or with `step` one token of each of N sequences.
 
         Args:
-            x_TD: normed layer input.
+            x_TD: normed layer input ``[T, width]``.
             cu_seqlens_N1: sequence bounds, None = one sequence (with `step`: T = N sequences).
-            past: state and window to start from; the new ones are returned exactly when it is given.
+            past: state and window to start from, of N sequences (first: `empty_past`); the new ones are returned
+                exactly when it is given.
+            step: needs ``past``.
+
+        Returns:
+            ``[T, width]``, and the new past or None.
+
+        Raises:
+            ValueError: an input of another shape, a step without a past, and what `kda` and `short_conv` refuse.
         """
+        if x_TD.ndim != 2:
+            raise ValueError(f"x_TD: found shape {tuple(x_TD.shape)}, need [T, width], sequences packed in one row")
+        if step and past is None:
+            raise ValueError("past: found None, need the state and window of the N sequences (first: empty_past)")
         state_NHKV, window_NWC = past if past is not None else (None, None)
         # A step is N sequences of one token each, so it is batched over N instead of packed along time.
         qkv_BTC = self.qkv_proj(x_TD)[:, None] if step else self.qkv_proj(x_TD)[None]

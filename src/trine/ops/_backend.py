@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
+import torch
+
 from trine._log import logger
 
 
@@ -37,7 +39,8 @@ def pick(operator: str, backend: str, device: str, reasons: Mapping[str, str | N
     if backend == "auto":
         for name, reason in reasons.items():
             if reason is None:
-                _say_once(operator, name, device)
+                if not torch.compiler.is_compiling():  # the log would break the graph
+                    _say_once(operator, name, device)
                 return name
         found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise BackendUnavailable(f"{operator}: no backend can run: {found}")

@@ -79,6 +79,17 @@ def test_gradients_through_segments_equal_those_of_the_whole(lab: SimpleNamespac
         assert (found - expected).norm() <= 1e-10 * expected.norm()
 
 
+def test_maps_keep_their_precision_under_autocast() -> None:
+    maps = [(torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 5)) for _ in range(2)]
+    state = torch.randn(2, 3, 8, 5)
+    plain = (*compose(*maps), advance(maps[0], state))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = (*compose(*maps), advance(maps[0], state))
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, plain, strict=True))
+    with pytest.raises(ValueError, match="first: found transition and offset of shapes"):
+        compose((maps[0][0][:, :1], maps[0][1][:, :1]), maps[1])
+
+
 def test_bad_arguments_name_the_key(lab: SimpleNamespace) -> None:
     inputs = lab.draw(5, key=6, value=4)
     del inputs["q"], inputs["initial_state"]

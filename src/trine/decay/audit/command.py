@@ -16,7 +16,7 @@ def run(options: Audit) -> int:
     """Audit, print and write; returns the exit code: 1 when anything was found.
 
     Raises:
-        ValueError: an unknown probe or a file whose folder does not exist.
+        ValueError: an unknown probe, no card where one is asked for, or a file whose folder does not exist.
         OSError: a report cannot be written.
     """
     from rich.console import Console
@@ -34,6 +34,11 @@ def run(options: Audit) -> int:
     if options.list:
         _list(console, kind)
         return CLEAN
+    if kind == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(f"device: found no card for {device!r}, need cpu here")
     # A long audit should not end in a file that cannot be written.
     for option in ("json", "markdown", "junit"):
         name = getattr(options, option)

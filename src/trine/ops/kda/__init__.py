@@ -15,7 +15,7 @@ from torch import Tensor
 from trine.ops._backend import _say_once as say_once
 from trine.ops._backend import pick
 from trine.ops._sequences import check_cu_seqlens
-from trine.ops.kda._checks import PLANS, SAVES, TILE, check_factors, check_inputs
+from trine.ops.kda._checks import PLANS, SAVES, TILE, check_factors, check_inputs, need_tensors
 from trine.ops.kda._choice import say_slow, why_not_triton
 from trine.ops.kda.chunk import tiles_in_chunk
 from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype, full_precision
@@ -103,6 +103,7 @@ def kda(
             a matrix product. On a card they have no kernels of their own and take the chunked torch path, which a
             warning says once.
         lower_bound: in (-5.5, 0), so that a tile of 16 tokens spans less than 88 in log space, the range of float32.
+            The kernels' tiles of 32 tokens take [-5.4, 0); below that a card takes the chunked torch path.
         qk_norm: divide q and k by sqrt(sum x^2 + 1e-6) first.
         beta_is_logit: beta -> beta_max * sigmoid(beta).
         scale: factor of the output, default K^-1/2.
@@ -112,17 +113,20 @@ def kda(
             Sequences may be empty; their state passes through. Without it every batch row is a sequence, N = B.
         plan: ``"auto"``, ``"serial"`` or ``"segmented"``: how a backend may cut long sequences. The portable path cuts
             every sequence into tiles of 16 tokens from its own start, whatever the plan, so all plans give the same
-            bits there.
+            bits there. With ``",bf16"`` behind it the kernels keep bf16 where they would take fp16 for what is bounded:
+            for values v beyond 1e-4 to 1e4, which fp16 does not hold (output error 4.1e-3 instead of 3.3e-3).
         backend: ``"auto"``, ``"reference"`` (token by token), ``"torch"`` (chunked, any device) or ``"triton"`` (CUDA).
-        save: what the kernels keep for their backward pass. ``"inputs"``: inputs and output only, the rest is made
-            again. ``"factors"``: also 6 K + 128 bytes a token and value head (bf16), about a tenth faster; bf16 inputs
-            then round to bf16 factors in the forward too (output error 4.1e-3 instead of 3.3e-3). The other backends
-            have one way only, whatever this says: the torch path keeps its factors and chunk states.
+        save: what the kernels keep for their backward pass. ``"inputs"``: inputs and output, and of a segmented scan
+            the states and maps at its cuts (128 KiB a cut and value head at K = V = 128); the rest is made again.
+            ``"factors"``: also 8 K + 200 bytes a token and value head (bf16), about a tenth faster; bf16 inputs then
+            round to bf16 factors in the forward too (output error 4.1e-3 instead of 3.3e-3). The other backends have
+            one way only, whatever this says: the torch path keeps its factors and chunk states.
 
     Returns:
         output ``[B, T, HV, V]`` in v's dtype, and the final states ``[N, HV, K, V]`` or None. Differentiable once in q,
         k, v, gate, beta, A_log, dt_bias and initial_state; a gradient of a gradient raises. Works inside
-        ``torch.compile(fullgraph=True)`` and CUDA graphs on the kernels (after one call that compiles them).
+        ``torch.compile(fullgraph=True)`` and CUDA graphs on the kernels (after one call that compiles them); on a CPU
+        compile without ``fullgraph``, as the layout of tiles is made on the host.
 
     Outputs before t, and gradients of a loss on them, keep every bit when anything at or after t, or in another
     sequence, changes or is appended. On the CPU that includes changes to NaN or infinity, whose outputs are NaN from
@@ -139,6 +143,7 @@ def kda(
         kind = _kind(tensors, (gate_kind, lower_bound, scale, beta_max, plan, backend, save))
     run = None
     if kind not in _CHECKED:
+        need_tensors({"q": q})
         check_inputs(
             q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
             initial_state=initial_state, cu_seqlens=cu_seqlens, plan=plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from trine.ops._sequences import check_cu_seqlens
 from trine.ops.kda.gate import GATE_KINDS, compute_dtype
 
-PLANS = ("auto", "serial", "segmented")
+PLANS = ("auto", "serial", "segmented", "auto,bf16", "serial,bf16", "segmented,bf16")
 SAVES = ("inputs", "factors")
 TILE = 16
 SPAN_LIMIT = 88.0  # exp(88) still fits float32
@@ -30,6 +31,19 @@ class Sizes:
     key_dim: int
     value_dim: int
     sequences: int
+
+
+def need_tensors(required: Mapping[str, object], **optional: object) -> None:
+    """Raise unless all of ``required``, and of ``optional`` those that are not None, are tensors."""
+    for name, value in (*required.items(), *((n, x) for n, x in optional.items() if x is not None)):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name}: found {_shown(value)}, need a tensor")
+
+
+def _shown(value: object) -> str:
+    """A value as a message names it: numbers plainly, everything else so that its type shows, in one short line."""
+    text = str(value) if isinstance(value, Real) else " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def need_shape(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
@@ -60,6 +74,8 @@ def check_gate(
                 "lower_bound: found None; gate_kind='bounded' needs the gate's lower bound, use gate_kind='softplus' "
                 "or 'log_decay' for gates without one"
             )
+        if not isinstance(lower_bound, Real):
+            raise ValueError(f"lower_bound: found {_shown(lower_bound)}, need a number")
         if not -SPAN_LIMIT / TILE < lower_bound < 0:
             raise ValueError(
                 f"lower_bound: found {lower_bound}, need a value in ({-SPAN_LIMIT / TILE}, 0): a tile of {TILE} tokens "
@@ -104,8 +120,16 @@ def check_inputs(
     Raises:
         ValueError: the first argument that does not fit, by name.
     """
+    named = {"k": k, "v": v, "gate": gate, "beta": beta}
     keys = k if q is None else q
     name = "k" if q is None else "q"
+    need_tensors(
+        named if q is None else {"q": q, **named},
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )
     if keys.ndim != 4:
         raise ValueError(f"{name}: found shape {tuple(keys.shape)}, need [B, T, H, K]")
     if v.ndim != 4:
@@ -142,9 +166,9 @@ def check_inputs(
 def check_factors(scale: float | None, beta_max: float) -> None:
     """Raise unless the factors of output and write strength are numbers that mean something."""
     if scale is not None and not (isinstance(scale, Real) and math.isfinite(scale)):
-        raise ValueError(f"scale: found {scale}, need a finite number")
+        raise ValueError(f"scale: found {_shown(scale)}, need a finite number")
     if not (isinstance(beta_max, Real) and 0 < beta_max < math.inf):
-        raise ValueError(f"beta_max: found {beta_max}, need a finite number > 0")
+        raise ValueError(f"beta_max: found {_shown(beta_max)}, need a finite number > 0")
 
 
 def check_decay(gate: Tensor) -> None:
@@ -173,6 +197,10 @@ def check_step(
     Raises:
         ValueError: the first argument that does not fit, by name.
     """
+    need_tensors(
+        {"q": q, "k": k, "v": v, "gate": gate, "beta": beta, "state": state},
+        A_log=A_log, dt_bias=dt_bias, state_indices=state_indices,
+    )  # fmt: skip
     if q.ndim != 3:
         raise ValueError(f"q: found shape {tuple(q.shape)}, need [N, H, K]")
     if v.ndim != 3:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trine.ops.kda._checks import TILE
+from trine.ops.kda._checks import TILE, check_inputs
 
 BLOCK = 128  # tiles handled at once; bounds the memory of the pairs to BLOCK * 256 * K values
 
@@ -91,8 +91,12 @@ def kda_pairwise(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`trine.ops.kda.kda` with every tile in the position-pair form: what the bounded gate makes unnecessary.
 
-    Same arguments, results and gradients as ``kda``; a baseline for timing and a check of the factored tiles.
+    Same arguments, results, errors and gradients as ``kda``; a baseline for timing and a check of the factored tiles.
     """
     from trine.ops.kda import _run_torch
 
+    defaults: dict[str, Any] = {"gate_kind": "bounded", "lower_bound": -5.0, "plan": "auto"}
+    names = ("A_log", "dt_bias", "gate_kind", "lower_bound", "initial_state", "cu_seqlens", "plan")
+    checked: dict[str, Any] = {name: keywords.get(name, defaults.get(name)) for name in names}
+    check_inputs(q, k, v, gate, beta, **checked)
     return _run_torch(q, k, v, gate, beta, pairs=True, **keywords)

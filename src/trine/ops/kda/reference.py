@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from trine.ops.kda._checks import check_inputs
 from trine.ops.kda.gate import compute_dtype, log_decay, sigmoid
 
 
@@ -43,9 +44,12 @@ def kda_reference(
         S <- S + beta_t k_t (v_t - S^T k_t)^T
         o_t = scale * S^T q_t
 
-    Arguments, shapes and results are those of :func:`trine.ops.kda.kda`, which checks them; ``plan`` has no meaning
-    here.
+    Arguments, shapes, results and errors are those of :func:`trine.ops.kda.kda`; ``plan`` has no meaning here.
     """
+    check_inputs(
+        q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
+        initial_state=initial_state, cu_seqlens=cu_seqlens, plan=plan,
+    )  # fmt: skip
     dtype = compute_dtype(q, k, v, gate)
     groups = v.shape[2] // q.shape[2]
     q_BTHK, k_BTHK, v_BTHV = q.to(dtype), k.to(dtype), v.to(dtype)

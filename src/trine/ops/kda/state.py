@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trine.ops.kda.gate import full_precision
+
 
 def zero_state(
     sequences: int, value_heads: int, key_dim: int, value_dim: int, device: torch.device | str | None = None
@@ -25,13 +27,22 @@ def compose(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tupl
         first, second: (transition ``[..., K, K]``, offset ``[..., K, V]``).
 
     Returns:
-        (transition, offset) of the joined segment.
+        (transition, offset) of the joined segment, also under autocast in the precision of the two.
+
+    Raises:
+        ValueError: maps of other shapes than each other.
     """
     (a_transition, a_offset), (b_transition, b_offset) = first, second
-    return b_transition @ a_transition, b_transition @ a_offset + b_offset
+    if a_transition.shape != b_transition.shape or a_offset.shape != b_offset.shape:
+        found = [tuple(x.shape) for x in (a_transition, a_offset)]
+        need = [tuple(x.shape) for x in (b_transition, b_offset)]
+        raise ValueError(f"first: found transition and offset of shapes {found}, need those of second, {need}")
+    with full_precision(a_transition.device):
+        return b_transition @ a_transition, b_transition @ a_offset + b_offset
 
 
 def advance(segment: tuple[Tensor, Tensor], state_NHKV: Tensor) -> Tensor:
     """State after a segment: ``transition @ state + offset``."""
     transition, offset = segment
-    return transition @ state_NHKV + offset
+    with full_precision(offset.device):
+        return transition @ state_NHKV + offset

@@ -163,7 +163,6 @@ def gradient_kernel(
     tl.debug_barrier()
 
     row = rows_in + at * (5 * CHUNK)
-    norm = norms + at * (2 * CHUNK) + i
     diagonal = i[:, None] == i[None, :]
     lower = i[:, None] >= i[None, :]
     upper = i[:, None] <= i[None, :]
@@ -186,6 +185,7 @@ def gradient_kernel(
     q_tile = turn(q_raw, diagonal, zero, DT)
     k_tile = turn(k_raw, diagonal, zero, DT)
     if QK_NORM:
+        norm = norms + at * (2 * CHUNK) + i
         rq = tl.load(norm) * scale
         rk = tl.load(norm + CHUNK)
         q_tile *= rq[None, :]

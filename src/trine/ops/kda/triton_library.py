@@ -96,7 +96,7 @@ def _kda_shapes(*arguments: Any) -> tuple[Tensor, ...]:
         v.new_empty(slots, heads, CHUNK, CHUNK, dtype=config.factor),
         v.new_empty(2 if fine else 1, slots, heads, CHUNK, CHUNK, dtype=config.value),
         v.new_empty(slots, heads, block, **full),
-        v.new_empty(slots, heads, 2, CHUNK, **full),
+        v.new_empty(slots, heads, 2, CHUNK, **full) if settings.qk_norm else _absent(v),
         *cuts,
     )
 

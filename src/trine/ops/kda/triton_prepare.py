@@ -495,7 +495,7 @@ def prepare(problem: Problem) -> Factors:
     p = new((slots, heads, CHUNK, CHUNK), config.factor, device)
     a = new((2 if config.fine else 1, slots, heads, CHUNK, CHUNK), config.value, device)
     decay = new((slots, heads, key_block), torch.float32, device)
-    norms = new((slots, heads, 2, CHUNK), torch.float32, device)
+    norms = new((slots, heads, 2, CHUNK), torch.float32, device) if problem.norm else None
     align, shift = problem.align, float(anchor(problem.bound))
     q, k, gate, beta = problem.q, problem.k, problem.gate, problem.beta
     half = q.dtype.itemsize == k.dtype.itemsize == gate.dtype.itemsize == 2

@@ -54,7 +54,7 @@ class Factors:
 
     ``wqk`` is ``[3, slots, heads, 32, BK]`` with -W, Q+ and K-; ``p`` is ``[slots, heads, 32, 32]`` and ``a``
     ``[1, slots, heads, 32, 32]``; in fp32 are ``decay`` ``[slots, heads, BK]`` and ``norms`` ``[slots, heads, 2, 32]``,
-    the reciprocal norms of the rows of q and k, garbage where nobody asked for unit vectors. Fine ones have a plane
+    the reciprocal norms of the rows of q and k, None where nobody asked for unit vectors. Fine ones have a plane
     more of two: ``a[1]`` is what rounding left of ``a[0]``, and ``wqk[2:]`` is in memory ``[slots, heads, 2, 32, BK]``,
     a tile's K- and then its K- in fp16 (a known offset costs no register). Tiles that no sequence uses hold garbage.
     """
@@ -63,7 +63,7 @@ class Factors:
     p: Tensor
     a: Tensor
     decay: Tensor
-    norms: Tensor
+    norms: Tensor | None
 
     @property
     def fine(self) -> bool:
