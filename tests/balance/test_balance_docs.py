@@ -139,6 +139,12 @@ def test_both_kinds_of_a_step_and_the_shares_of_them_are_those_of_the_records() 
     for name, (row, of_passes) in rows.items():
         ms = row["ms"]
         assert f"| {name} | {ms:.2f} | {of_passes} % | {100 * ms / whole:.2f} % |" in section
+    rounds = ours["step of the laptop preset", "signed-log, 4 rounds"]
+    beside = rounds["ms"] / rounds["floor_fraction"] - rounds["ms"]
+    share = rounds["note"].split()[0]
+    assert f"{rounds['ms']:.1f} ms, {share} % of the passes measured beside it in a slower hour ({beside:,.0f} ms)" in (
+        " ".join(section.split())
+    )
     solved = [ours["solve 92x896x256", one]["ms"] for one in ("report", "signed-log")]
     words = " ".join(section.split())
     assert "takes {:.1f} ms with the report's estimator and {:.1f} ms with signed-log".format(*solved) in words
