@@ -79,7 +79,7 @@ class BalanceConfig:
     score_domain: ScoreDomain = "sigmoid"  # what the bias is added to, part of the trained model; not stateless
     ema: float = 0.0  # qb, stateless: share of the old bias (the running thresholds) kept in an update
     adaptive_gain: bool = False  # qb: smaller updates while loads are near what chance leaves
-    batch_rounds: int = 1  # qb: updates of the bias within each batch: a few reach balance in as many steps
+    batch_rounds: int = 1  # qb: updates of the bias within each batch; skewed scores need about 4
     service: str = "off"  # qb: who solves the bias while training goes on: thread, process, or a service's address
     service_lag: int = 1  # qb: steps that the service's bias is old; -1 takes the newest there is
     sign_step: float = 1e-3  # sign: length of each step, in units of the score

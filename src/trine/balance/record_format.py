@@ -40,8 +40,8 @@ SUMMARY = (
 """Columns of a summary, figures of one layer: see `trine.balance.metrics`. ``dead`` counts experts that should have
 got more than 10 tokens since their last one; ``bias_step`` is the mean size of the bias' last change, ``flips`` its
 `sign_flip_rate` (NaN where nothing moved); ``saturated`` and ``overflow`` are shares of tokens x experts, ``tokens``
-and ``dropped`` are tokens; margins are quantiles of the required bias, with
-`batch_rounds` of that against refined cutoffs."""
+and ``dropped`` are tokens; margins are quantiles of the required bias, with `batch_rounds` of that against refined
+cutoffs."""
 SCHEMA = {
     "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     "frames": (

@@ -83,17 +83,11 @@ def chunk_kda(
         A_log, dt_bias, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, safe_gate, lower_bound,
     )  # fmt: skip
+    options["save"] = "factors" if disable_recompute else "inputs"
+    options |= {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens, "backend": backend}
     state = _turned(initial_state, state_v_first)
     with _named_as_there(state_v_first):
-        out, final = kda(
-            *(q, k, v, g, beta),
-            **options,
-            initial_state=state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            backend=backend,
-            save="factors" if disable_recompute else "inputs",
-        )
+        out, final = kda(q, k, v, g, beta, initial_state=state, **options)
     return out, _turned(final, state_v_first)
 
 
@@ -131,21 +125,15 @@ def fused_recurrent_kda(
     final: Tensor | None
     if q.ndim != 4:
         raise ValueError(f"q: found shape {tuple(q.shape)}, need [B, T, H, K]")
-    if q.shape[1] == 1 and cu_seqlens is None and state is not None:
-        row = (*(x[:, 0] for x in (q, k, v, g, beta)), state)
-        with _named_as_there(state_v_first):
-            out, final = kda_step(*row, **options, backend=backend)
-        out = out[:, None]
-    else:
-        with _named_as_there(state_v_first):
-            out, final = kda(
-                *(q, k, v, g, beta),
-                **options,
-                initial_state=state,
-                output_final_state=output_final_state,
-                cu_seqlens=cu_seqlens,
-                backend=backend,
-            )
+    options["backend"] = backend
+    with _named_as_there(state_v_first):
+        if q.shape[1] == 1 and cu_seqlens is None and state is not None:
+            row = (*(x[:, 0] for x in (q, k, v, g, beta)), state)
+            out, final = kda_step(*row, **options)
+            out = out[:, None]
+        else:
+            options |= {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+            out, final = kda(q, k, v, g, beta, initial_state=state, **options)
     return out, _turned(final, state_v_first) if output_final_state else None
 
 

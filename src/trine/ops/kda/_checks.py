@@ -232,6 +232,14 @@ def check_step(
         check_entries(state_indices, state.shape[0])
 
 
+def check_inplace(state: Tensor, needs_grad: bool) -> None:
+    """Raise where new states cannot be written into ``state``."""
+    if needs_grad:
+        raise ValueError("inplace: found inputs that require a gradient, need torch.no_grad() for in-place steps")
+    if any(size > 1 and step == 0 for size, step in zip(state.shape, state.stride(), strict=True)):
+        raise ValueError("state: found an expanded tensor, whose states share memory; need one of its own for inplace")
+
+
 def check_entries(state_indices: Tensor, entries: int) -> None:
     """Raise unless the indices are -1 or each another entry of the pool (read on the CPU only)."""
     used = [i for i in state_indices.tolist() if i != -1]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trine.ops._backend import pick
-from trine.ops.kda._checks import check_factors, check_step
+from trine.ops.kda._checks import check_factors, check_inplace, check_step
 from trine.ops.kda._choice import say_slow, why_no_card
 from trine.ops.kda.gate import compute_dtype, full_precision, log_decay, sigmoid
 
@@ -61,12 +61,8 @@ def kda_step(
     check_factors(scale, beta_max)
     tensors = (q_NHK, k_NHK, v_NHV, gate, beta, state_NHKV, A_log, dt_bias)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if inplace and needs_grad:
-        raise ValueError("inplace: found inputs that require a gradient, need torch.no_grad() for in-place steps")
-    if inplace and any(
-        size > 1 and step == 0 for size, step in zip(state_NHKV.shape, state_NHKV.stride(), strict=True)
-    ):
-        raise ValueError("state: found an expanded tensor, whose states share memory; need one of its own for inplace")
+    if inplace:
+        check_inplace(state_NHKV, needs_grad)
     if state_indices is not None and not state_NHKV.shape[0]:
         return torch.zeros_like(v_NHV), state_NHKV if inplace else state_NHKV.clone()  # all is padding
     if _on_kernel(backend, tensors, gate_kind, needs_grad, inplace):

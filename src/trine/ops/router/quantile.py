@@ -64,8 +64,8 @@ def count_required_bias(
         valid_T: ``[T]`` bool, None for all; other rows add nothing (they may hold NaN).
         edges_2: ``[2]`` fp32, from `Grid.edges` of the bias in use.
         counts_EB: ``[E, bins]`` contiguous int32.
-        grid: the signed-log grid, whose bins lie around ``anchor_E``; None: equal bins.
-        anchor_E: ``[E]`` fp32, the bias in use; with ``grid``.
+        grid: the bins of a signed-log one lie around ``anchor_E``; of any other, or None, they are equal.
+        anchor_E: ``[E]`` fp32, the bias in use; read with a signed-log grid.
     """
     experts, bins = counts_EB.shape
     if may_read(scores_TE):
@@ -94,7 +94,7 @@ def _flat_bins(
 ) -> Tensor:
     """Index ``expert * bins + bin`` of every required bias, ``[T, E]`` int32."""
     first_E = torch.arange(scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device) * bins
-    if grid is not None and anchor_E is not None:
+    if grid is not None and grid.signed_log and anchor_E is not None:
         return grid.signed_log_bins(scores_TE, cutoff_T, anchor_E, edges_2).add_(first_E)
     # scores: the last rounding may step over an end of the exact range by one ulp; logits, and scores counted against
     # refined cutoffs: the end bins take the rest
@@ -196,8 +196,7 @@ def _solve_batch(
     """Required biases ``[1, E]`` by a histogram of this batch alone, which lie outside its range, and the tokens."""
     edges_2, anchor_E = grid.edges(bias_E, reach), bias_E.float()
     counts_EB = torch.zeros(scores_TE.shape[1], grid.bins, dtype=torch.int32, device=scores_TE.device)
-    around = (grid, anchor_E) if grid.signed_log else (None, None)
-    count_required_bias(scores_TE, cutoff_T, valid_T, edges_2, counts_EB, *around)
+    count_required_bias(scores_TE, cutoff_T, valid_T, edges_2, counts_EB, grid, anchor_E)
     bin_LE, part_LE, tokens_L = find_quantile(counts_EB[None], k)
     return *grid.required(bin_LE, part_LE, edges_2[None], anchor_E[None]), tokens_L
 

@@ -504,8 +504,7 @@ class LayerStats:
         if self.owner.batch_rounds > 1:
             reach = self.owner.reach_L[self.index]
             cutoff_T = refined_cutoffs(scores_TE, anchor_E, k, self.owner.batch_rounds, grid, reach, valid_T)
-        around = (grid, anchor_E) if grid.signed_log else (None, None)
-        count_required_bias(scores_TE, cutoff_T, valid_T, self.edges_2, self.histogram_EB, *around)
+        count_required_bias(scores_TE, cutoff_T, valid_T, self.edges_2, self.histogram_EB, grid, anchor_E)
 
     def _open(self, bias_E: Tensor) -> None:
         """The first count of a window fixes its range to the bias in use, however that was set.
