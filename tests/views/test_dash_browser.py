@@ -145,6 +145,23 @@ def test_it_loads_without_a_network_and_the_slider_moves_by_keys(browser: Any, s
     opened.done()
 
 
+def test_a_bad_figure_has_a_mark_besides_its_colour(browser: Any, served: tuple[str, Path]) -> None:
+    """A character, not the code of one: whose letters stood on the page when the looks became a file."""
+    opened = Opened(browser, served[0])
+    page = opened.goto(served[0], 8)
+    mark = page.evaluate("""() => {
+      const tile = document.createElement('div');
+      tile.className = 'tile bad';
+      tile.innerHTML = '<div class="value">1</div>';
+      document.body.append(tile);
+      const content = getComputedStyle(tile.firstChild, '::before').content;
+      tile.remove();
+      return content;
+    }""")
+    assert mark == '"\u25b2\u00a0"'
+    opened.done()
+
+
 def test_pressing_the_heatmap_zooms_to_a_layer_and_follows_the_expert(browser: Any, served: tuple[str, Path]) -> None:
     opened = Opened(browser, served[0])
     page = opened.goto(served[0], 8)
