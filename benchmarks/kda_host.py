@@ -3,8 +3,9 @@
     python benchmarks/kda_host.py [--repeats 300] [--profile] [--out FOLDER]
     python benchmarks/kda_host.py --fake      on a CPU: every launch does nothing; nothing is written
 
-Medians of single asynchronous calls. ``autograd alone`` is a function of as many tensors that allocates gradients
-and launches nothing: what torch itself asks for, most of it for handing the backward pass to the device's thread.
+Medians of single asynchronous calls, replayed in C++ (``native.cpp``, built first) and, where it says so, in Python.
+``autograd alone`` is a Python function of as many tensors that allocates gradients and launches nothing;
+``one product`` is torch's own multiplication by a number: mostly handing the backward pass to the device's thread.
 ``one thread`` runs the backward pass on the calling thread (``torch.autograd.set_multithreading_enabled(False)``).
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import ctypes
 import pstats
 import statistics
 import time
@@ -24,12 +26,14 @@ from _common import RESULTS, Record, write_records
 from torch import Tensor
 
 SHAPES = ((1, 64, 8, 128), (1, 1024, 16, 128))  # batch, tokens, heads, K = V
+IN_PYTHON = ", replayed in Python"
 BARS = {"kda forward": 60, "kda forward + backward": 200}
 
 
 def fake() -> None:
     """Let CPU tensors take the kernels' path, with launchers that only look at their arguments."""
     from trine.ops import kda as package
+    from trine.ops.kda import triton_replay
     from trine.ops.kda.triton_launch import Kernel
 
     def launcher(*_: Any) -> None:
@@ -39,6 +43,9 @@ def fake() -> None:
         return (launcher, 0, (), False, False, (None,) * len(variant.constants))
 
     Kernel._load = load  # type: ignore[method-assign]
+    Kernel.handle = lambda self, variant, index: (0, 32, 0)  # type: ignore[method-assign]
+    nothing = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value  # returns 0, success, for the handle 0
+    triton_replay.launch_function = lambda: nothing  # type: ignore[assignment]
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
     package._choice.why_no_card = lambda q: None
 
@@ -92,7 +99,10 @@ def calls_of(batch: int, tokens: int, heads: int, width: int, device: str) -> di
         "kda forward + backward": both,
         "kda forward + backward, one thread": one_thread,
         "kda forward + backward, save=factors": lambda: both(save="factors"),
-        "autograd alone": lambda: torch.autograd.grad(Alone.apply(*wanted), wanted, upstream),
+        "one product, forward + backward": lambda: torch.autograd.grad(
+            2 * leaves["beta"], leaves["beta"], data["beta"]
+        ),
+        "autograd alone, in Python": lambda: torch.autograd.grad(Alone.apply(*wanted), wanted, upstream),
     }
 
 
@@ -122,11 +132,17 @@ def main() -> None:
         fake()
     elif not torch.cuda.is_available():
         parser.error("needs a CUDA card, or --fake")
+    from trine.ops.kda.triton_native import NATIVE
+
+    module = NATIVE.load()
     wait = (lambda: None) if options.fake else torch.cuda.synchronize
     records = []
     for shape in SHAPES:
         case = "host B{} T{} H{} K{}".format(*shape)
-        for name, call in calls_of(*shape, device="cpu" if options.fake else "cuda").items():
+        calls = calls_of(*shape, device="cpu" if options.fake else "cuda")
+        for name in (*calls, *(name + IN_PYTHON for name in BARS)):
+            call = calls[name.removesuffix(IN_PYTHON)]
+            NATIVE.module, NATIVE.wanted = (None, False) if name.endswith(IN_PYTHON) else (module, True)
             best, median = host_us(call, options.repeats, wait)
             bar = f"   bar {BARS[name]}" if name in BARS else ""
             print(f"{case:24s} {name:40s} median {median:7.1f} us   best {best:7.1f}{bar}", flush=True)

@@ -1,10 +1,11 @@
 """The 130m model trained with the KDA kernels and with the torch path on one CUDA card: same losses, tokens a second.
 
-    python benchmarks/train_130m.py [--steps 20] [--tokens 8192] [--precisions bf16,fp32] [--rate-factor 1]
+    python benchmarks/train_130m.py [--steps 20] [--tokens 8192] [--held-out 64] [--precisions bf16,fp32]
 
 All runs start from the same seed and see the same rows: packed documents of 64 to 2048 tokens from a random bigram
 table, so that the loss falls within a few steps. Which experts a token goes to is a choice by rank: a difference of
-one rounding step can turn it, and then the losses part by far more than the rounding. So the runs are:
+one rounding step can turn it, and then the loss of so few tokens parts by far more than the rounding. So each run
+also says the loss that it has reached on 64 held-out rows, and the runs are:
 
 - ``torch``: the yardstick, whose choices are written down;
 - ``triton``: the kernels, choosing freely;
@@ -79,8 +80,9 @@ def train(
     device: torch.device,
     rate_factor: float,
     choices: list[torch.Tensor],
+    held_out: list[Batch],
 ) -> dict[str, object]:
-    """Losses a step, milliseconds of the median step and peak memory of one of `RUNS`.
+    """Losses a step, loss reached on ``held_out``, milliseconds of the median step and peak memory of one of `RUNS`.
 
     ``choices`` holds the experts of each step, ``[L, T, k]``: written by the run ``torch``, read by those with the
     same experts.
@@ -120,10 +122,13 @@ def train(
         losses.append(float((loss_sum / weight).detach()))
         times.append(1e3 * (time.perf_counter() - began))
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    with torch.no_grad():
+        sums = [model.loss(batch) for batch in held_out]
+    reached = float(sum(x.double() for x, _ in sums) / sum(x.double() for _, x in sums))
     del model, optimizers
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return {"losses": losses, "ms": statistics.median(times[3:] or times), "peak": peak}
+    return {"losses": losses, "reached": reached, "ms": statistics.median(times[3:] or times), "peak": peak}
 
 
 def main() -> int:
@@ -131,6 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens a step, one packed row")
+    parser.add_argument("--held-out", type=int, default=64, help="rows on which the trained models are compared")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="times the rates: 4 is where rounding shows")
     parser.add_argument("--device", default="cuda")
@@ -140,22 +146,27 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("benchmarks/train_130m.py needs a CUDA card, found none (--device cpu runs the torch path)")
     name = torch.cuda.get_device_name() if device.type == "cuda" else None
-    batches = rows(options.steps, options.tokens, device)
+    batches = rows(options.steps + options.held_out, options.tokens, device)
+    batches, held_out = batches[: options.steps], batches[options.steps :]
     records, failed = [], False
     for precision in options.precisions.split(","):
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         choices: list[torch.Tensor] = []
         yardstick: list[float] = []
+        goal = math.nan
         for run in RUNS:
-            one = train(run, batches, dtype, device, options.rate_factor, choices)
+            one = train(run, batches, dtype, device, options.rate_factor, choices, held_out)
             losses = one["losses"]
+            reached = float(one["reached"])  # type: ignore[arg-type]
+            goal = reached if run == "torch" else goal
             yardstick = yardstick or losses  # type: ignore[assignment]
             gaps = [abs(a - b) for a, b in zip(losses, yardstick, strict=True)]  # type: ignore[call-overload]
             rate = 1e3 * options.tokens / float(one["ms"])  # type: ignore[arg-type]
             memory = "" if one["peak"] is None else f", peak {one['peak'] / 2**30:.2f} GiB"  # type: ignore[operator]
             print(
                 f"{precision} {run:21s} {one['ms']:7.1f} ms a step, {rate:7.0f} tokens/s{memory}; "
-                f"from torch's losses at most {max(gaps):.1e}, at the end {gaps[-1]:.1e}",
+                f"from torch's losses at most {max(gaps):.1e}, at the end {gaps[-1]:.1e}; "
+                f"held out {reached:.5f}, gap {abs(reached - goal):.1e}",
                 flush=True,
             )
             print("   losses " + " ".join(f"{x:.4f}" for x in losses), flush=True)  # type: ignore[attr-defined]
@@ -167,6 +178,7 @@ def main() -> int:
                     peak_bytes=one["peak"],  # type: ignore[arg-type]
                     error=max(gaps),
                     note=f"error: largest difference of a step's loss from torch's; at the last step {gaps[-1]:.1e}; "
+                    f"on {options.held_out} held-out rows {reached:.5f}, {abs(reached - goal):.1e} from torch's; "
                     f"the loss fell from {losses[0]:.2f} to {losses[-1]:.2f}",  # type: ignore[index]
                 )
             )

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from trine import doctor
+from trine.ops.kda import native_build
 
 PARTS = ["python", "torch", "triton", "card", "memory", "disk", "threads", "load", "denormals"]
 
@@ -96,7 +97,7 @@ def test_triton_missing_is_no_fault_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     assert doctor.check_triton().value == "3.6.0"
 
 
-def test_card_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_states(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert doctor.check_card(["NVIDIA H200"]).status == "warning"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -106,6 +107,11 @@ def test_card_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (130 * doctor.GIB, 140 * doctor.GIB))
     check = doctor.check_card(["NVIDIA H200"])
     assert (check.status, check.value) == ("ok", "1 × NVIDIA H200, sm_90, 130 of 140 GiB free")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_build.path.cache_clear()
+    monkeypatch.setattr(native_build, "compiler", lambda: None)
+    assert "with a C++ compiler" in doctor.check_card(["NVIDIA H200"]).advice
+    native_build.path.cache_clear()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * doctor.GIB, 140 * doctor.GIB))
     assert "another process" in doctor.check_card(["NVIDIA H200"]).advice
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))

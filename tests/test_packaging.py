@@ -94,7 +94,12 @@ def test_version_is_told_once() -> None:
 def test_types_licence_and_notice_travel_with_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert (Path(trine.__file__).parent / "py.typed").exists()
-    assert project["tool"]["setuptools"]["package-data"]["trine"] == ["py.typed", "views/dash.css", "views/dash.js"]
+    assert project["tool"]["setuptools"]["package-data"]["trine"] == [
+        "py.typed",
+        "ops/kda/native.cpp",
+        "views/dash.css",
+        "views/dash.js",
+    ]
     assert project["project"]["license"] == "Apache-2.0"
     for name in project["project"]["license-files"]:
         assert (ROOT / name).is_file()

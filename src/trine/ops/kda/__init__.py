@@ -26,6 +26,7 @@ from trine.ops.kda.reference import kda_reference
 from trine.ops.kda.state import advance, compose, zero_state
 from trine.ops.kda.step import kda_step
 from trine.ops.kda.torch_chunked import ChunkedKDA, Options, forward_pass
+from trine.ops.kda.triton_native import NATIVE
 
 __all__ = [
     "GATE_KINDS",
@@ -49,9 +50,12 @@ _CHECKED: set[object] = set()  # kinds of calls that have passed every check and
 
 def _kind(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> object | None:
     """What the checks of a call depend on; None for values of other types, which the checks refuse by name."""
-    if not all(x is None or isinstance(x, Tensor) for x in tensors):
-        return None
-    kind = (*options, *(None if x is None else (x.shape, x.dtype, x.get_device()) for x in tensors))
+    forms = None if NATIVE.module is None else NATIVE.module.forms(tensors)
+    if forms is None:
+        if not all(x is None or isinstance(x, Tensor) for x in tensors):
+            return None
+        forms = tuple(None if x is None else (x.shape, x.dtype, x.get_device()) for x in tensors)
+    kind = (forms, *options)
     try:
         hash(kind)
     except TypeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trine.ops.kda.triton_backward_autograd import Settings, TritonKDA
+from trine.ops.kda.triton_backward_autograd import CALLS, Settings
 from trine.ops.kda.triton_decode import kda_step_triton
 from trine.ops.kda.triton_forward import forward
 
@@ -48,8 +48,7 @@ def kda_triton(
             from trine.ops.kda.triton_library import kda_registered
 
             return kda_registered(*tensors, settings)
-        result: tuple[Tensor, Tensor | None] = TritonKDA.apply(*tensors, settings)
-        return result
+        return CALLS.apply(tensors, settings)
     out, final, _ = forward(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
         beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,

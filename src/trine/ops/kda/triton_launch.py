@@ -127,6 +127,17 @@ class Kernel:
             entry = self._compiled[(variant, index)] = self._load(variant, index)
         return entry
 
+    def handle(self, variant: Variant, index: int) -> tuple[int, int, int] | None:
+        """The driver's handle of ``variant``, its threads a program and bytes of shared memory.
+
+        None where a plain launch by the driver is not enough: clusters, cooperative and dependent launches, and in the
+        interpreter.
+        """
+        if self.interpreted:
+            return None
+        _, function, (warps, programs, shared), cooperative, dependent, _ = self.loaded(variant, index)
+        return None if cooperative or dependent or programs != 1 else (function, 32 * warps, shared)
+
     def _load(self, variant: Variant, index: int) -> tuple[Any, ...]:
         """Compile for device ``index``, load the binary there and take the compiled launcher out of its wrapper."""
         major, minor = torch.cuda.get_device_capability(index)

@@ -1,5 +1,7 @@
 """Calls of the KDA kernels recorded once and replayed: what a call costs the host, without what it decides.
 
+Replays run in C++ where that side is built (``triton_native.py``), else here.
+
 Everything of a call but addresses is a function of shapes, strides, types and flags: which kernels run, their grids,
 numbers and compiled forms, the buffers between them. The first call of a kind runs the plain code, which is the only
 description of the work; a ``Recording`` notes its allocations, its launches and when a buffer is let go. Later calls of
@@ -12,6 +14,7 @@ multiples of 16 bytes; a replay is only for such arguments.
 
 from __future__ import annotations
 
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -20,7 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trine.ops.kda.triton_native import NATIVE, launch_function
+
 Inputs = Sequence["Tensor | None"]
+_UNKNOWN: Any = object()
 LIMIT = 512
 """Kinds of calls kept of each operator; all are forgotten when there are more."""
 _ALIGN = 256
@@ -28,6 +34,7 @@ _ALIGN = 256
 
 class _Active(threading.local):
     recording: Recording | None = None
+    latest: Replay | None = None  # what replays this thread's latest call, if it can be replayed
 
 
 ACTIVE = _Active()
@@ -135,6 +142,7 @@ class Replay:
             blocks.append(((total // 2,), torch.bfloat16, born, died))  # a float type, so that fresh memory can be NaN
         self.results = [None if i is None else place[i][0] for i in results]
         launches = [what for kind, what in recording.events if kind == "launch"]
+        self._noted, self._program = launches, _UNKNOWN
         self.rounds: list[tuple[list[int], list[tuple[int, tuple[int, ...], torch.dtype]], Any]] = []
         for number in range(len(launches) + 1):
             before = [(self.null + 1 + j, b[0], b[1]) for j, b in enumerate(blocks) if b[2] == number]
@@ -161,11 +169,31 @@ class Replay:
         head = (function, cooperative, pdl, None, None, metadata, None, None, None)
         return (run, grid, at, head, (*numbers, *padding))
 
-    def run(self, inputs: Inputs, addresses: list[int]) -> list[Tensor | None]:
-        """The call's results. ``addresses`` are those of ``inputs``, 0 where there is none."""
+    def program(self) -> Any | None:
+        """This call in C++; None where that side is not built or cannot express a launch."""
+        native = NATIVE.ready(self.device)
+        if native is None or self._program is not _UNKNOWN:
+            return None if native is None else self._program
+        rounds, self._program = [], None
+        for (gone, before, launch), noted in zip(self.rounds, [*self._noted, None], strict=True):
+            made = None
+            if launch is not None:
+                kernel, grid, places, _, numbers, variant = noted
+                handle = kernel.handle(variant, self.device.index)
+                if handle is None:
+                    return None
+                bits = [_bits(kind, x) for kind, x in zip(variant.types[len(places) :], numbers, strict=True)]
+                made = native.Launch(handle[0], grid, *handle[1:], launch[2], bits)
+            rounds.append(native.Round(gone, before, made))
+        results = [-1 if i is None else i for i in self.results]
+        self._program = native.Program(launch_function(), self.count, self.size, rounds, results)
+        return self._program
+
+    def run(self, inputs: Inputs) -> list[Tensor | None]:
+        """The call's results."""
         device = self.device
         held: list[Tensor | None] = [None] * self.size
-        at = [*addresses, *([0] * (self.size - self.count))]
+        at = [0 if x is None else x.data_ptr() for x in inputs] + [0] * (self.size - self.count)
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.index is not None else 0
         for gone, before, launch in self.rounds:
             for i in gone:
@@ -183,6 +211,12 @@ class Replay:
                 views = [_view(held[i], offset, s) for (i, offset), s in zip(places, head, strict=True)]
                 run.function[(grid,)](*views, *tail)
         return [None if i is None else held[i] for i in self.results]
+
+
+def _bits(kind: str, number: float) -> int:
+    """A launch parameter of Triton's type ``kind`` as the low bytes of 64."""
+    code = {"i32": "i", "i64": "q", "fp32": "f"}[kind]
+    return int.from_bytes(struct.pack(f"<{code}", number), "little")
 
 
 def _lives(recording: Recording) -> dict[int, tuple[int, int]]:
@@ -236,43 +270,29 @@ class Memory:
             inputs: every tensor that ``plain`` reads.
             flat: the results' tensors, in the order in which a replay gives them.
         """
-        first = inputs[0]
-        assert first is not None
-        device = first.device
-        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        ACTIVE.latest = None
+        key = kind_of(flags, inputs)
+        if key is None:
             return plain(), None
-        addresses: list[int] = []
-        forms: list[Hashable] = []
-        low = 0
-        for x in inputs:
-            if x is None:
-                addresses.append(0)
-                forms.append(None)
-            else:
-                address = x.data_ptr()
-                addresses.append(address)
-                low |= address
-                forms.append((x.shape, x.stride(), x.dtype, x.get_device()))
-        if low & 15:
-            return plain(), None
-        key = (flags, device.index, *forms)
         kept = self._kept.get(key, _UNKNOWN)
         if kept is _UNKNOWN:
-            return self._record(key, inputs, addresses, device, plain, flat), None
+            found = self._record(key, inputs, plain, flat)
+            ACTIVE.latest = self._kept.get(key)
+            return found, None
         if kept is None:
             return plain(), None
-        return None, kept.run(inputs, addresses)
+        ACTIVE.latest = kept
+        program = kept.program()
+        return None, kept.run(inputs) if program is None else program.run(inputs)
 
     def _record(
         self,
         key: Hashable,
         inputs: Inputs,
-        addresses: list[int],
-        device: torch.device,
         plain: Callable[[], Any],
         flat: Callable[[Any], Sequence[Tensor | None]],
     ) -> Any:
-        real = [a for a, x in zip(addresses, inputs, strict=True) if x is not None]
+        real = [x.data_ptr() for x in inputs if x is not None]
         if 0 in real or len(set(real)) < len(real) or ACTIVE.recording is not None:
             return plain()  # without an address, or one tensor twice: nobody can say which of them a kernel was given
         recording = ACTIVE.recording = Recording(inputs)
@@ -282,8 +302,28 @@ class Memory:
             ACTIVE.recording = None
         if len(self._kept) >= LIMIT:
             self._kept.clear()
-        self._kept[key] = recording.finish(flat(found), device)
+        assert inputs[0] is not None
+        self._kept[key] = recording.finish(flat(found), inputs[0].device)
         return found
 
 
-_UNKNOWN: Any = object()
+def kind_of(flags: Hashable, inputs: Inputs) -> Hashable | None:
+    """What a replay of a call depends on.
+
+    None for calls that are not to be replayed: on another device than the current one, or with an address that is no
+    multiple of 16.
+    """
+    first = inputs[0]
+    assert first is not None
+    device = first.device
+    if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        return None
+    if NATIVE.module is not None:
+        forms = NATIVE.module.forms(inputs)
+        return None if forms is None else (flags, forms)
+    low = 0
+    for x in inputs:
+        low |= 0 if x is None else x.data_ptr()
+    if low & 15:
+        return None
+    return (flags, *(None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in inputs))

@@ -1,0 +1,72 @@
+"""Builds ``native.cpp``, the C++ side of replayed calls, for one version of Python and torch.
+
+    python -m trine.ops.kda.native_build       builds it now: for container images and clusters
+
+The first call of the kernels on a card runs this file in the background, so it needs nothing but torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+NAME = "trine_kda_native"
+SOURCE = Path(__file__).with_name("native.cpp")
+
+
+def compiler() -> str | None:
+    """The C++ compiler: ``$CXX`` if that is set, else what is called c++ or g++ here."""
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else shutil.which("c++") or shutil.which("g++")
+
+
+@cache
+def path() -> Path:
+    """Where the module of this source, Python and torch belongs: below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    versions = f"{sys.implementation.cache_tag} {torch.__version__} {torch.version.git_version}"
+    mark = hashlib.sha256(SOURCE.read_bytes() + versions.encode()).hexdigest()[:16]
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trine" / f"{NAME}-{mark}.so"
+
+
+def build() -> Path:
+    """Compile the module if it is not there yet, half a minute; nothing half-written is ever in its place.
+
+    Raises:
+        RuntimeError: no C++ compiler, or what it said when it failed.
+        OSError: the folder cannot be written.
+    """
+    made = path()
+    if made.exists():
+        return made
+    tool = compiler()
+    if tool is None:
+        raise RuntimeError("native.cpp: needs a C++ compiler (c++ or g++, or CXX in the environment), found none")
+    root = Path(torch.__file__).parent
+    include = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
+    command = [tool, "-O1", "-shared", "-fPIC", "-std=c++20", *(f"-I{place}" for place in include), str(SOURCE)]
+    command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-L{root / 'lib'}"]
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        half = Path(folder) / made.name
+        command += ["-o", str(half), "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"native.cpp: {tool} failed with code {done.returncode}: {done.stderr[-2000:]}")
+        half.replace(made)  # whoever builds at the same time makes the same file
+    return made
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except (RuntimeError, OSError) as error:
+        sys.exit(str(error))

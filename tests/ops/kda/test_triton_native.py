@@ -1,0 +1,343 @@
+"""Replayed calls in C++: the plain code's bits, in autograd's graph too. The driver's launch is stood in for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from trine.ops.kda import native_build, triton_backward, triton_forward, triton_replay
+from trine.ops.kda.triton_backward_autograd import CALLS
+from trine.ops.kda.triton_entry import kda_triton
+from trine.ops.kda.triton_launch import Kernel, Variant, repair_interpreter
+from trine.ops.kda.triton_native import NATIVE, Native
+from trine.ops.kda.triton_replay import Memory
+
+repair_interpreter()
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+CARD = torch.device("cuda", 0)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64}
+NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+class Driver:
+    """Stands in for the CUDA driver: a launch runs the kernel in Triton's interpreter on the addresses it is given."""
+
+    def __init__(self) -> None:
+        self.handles: list[tuple[Kernel, Variant]] = []
+        self.launches = 0
+        self.code = 0
+        numbers = [ctypes.c_uint] * 7
+        self._function = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_size_t, *numbers, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+        )(self._launch)
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value
+
+    def handle(self, kernel: Kernel, variant: Variant, index: int | None) -> tuple[int, int, int]:
+        if (kernel, variant) not in self.handles:
+            self.handles.append((kernel, variant))
+        return self.handles.index((kernel, variant)) + 1, 32 * variant.options.num_warps, 512
+
+    def _launch(self, function: int, *given: Any) -> int:
+        grid, _, _, threads, _, _, shared, _, parameters, _ = given
+        kernel, variant = self.handles[function - 1]
+        assert (threads, shared) == (32 * variant.options.num_warps, 512)
+        arguments = [self._argument(kind, parameters[i]) for i, kind in enumerate(variant.types)]
+        for i in (0, 1):  # Triton's scratch buffers
+            assert ctypes.cast(parameters[len(variant.types) + i], ctypes.POINTER(ctypes.c_uint64))[0] == 0
+        self.launches += 1
+        if not self.code:
+            kernel.function[(grid,)](*arguments, *variant.constants)
+        return self.code
+
+    @staticmethod
+    def _argument(kind: str, at: int) -> Any:
+        if kind[0] != "*":
+            return ctypes.cast(at, ctypes.POINTER(NUMBERS[kind]))[0]
+        address = ctypes.cast(at, ctypes.POINTER(ctypes.c_uint64))[0]
+        memory = (ctypes.c_char * 16).from_address(address) if address else None
+        return None if memory is None else torch.frombuffer(memory, dtype=DTYPES[kind[1:]])
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """The built module, no call known to it yet, before a driver of our own."""
+    made = Driver()
+    for module in (triton_forward, triton_backward):
+        monkeypatch.setattr(module, "MEMORY", Memory())
+    monkeypatch.setattr(CALLS, "_kept", {})
+    monkeypatch.setattr(NATIVE, "module", NATIVE.load())
+    monkeypatch.setattr(triton_replay, "launch_function", lambda: made.address)
+    monkeypatch.setattr(Kernel, "handle", lambda kernel, variant, index: made.handle(kernel, variant, index))
+    yield made
+
+
+# 16 channels make the scale 0.25: the interpreter keeps a Python number in 64 bits, a launch gives it in 32.
+def draw(tokens: int = 20, heads: int = 1, width: int = 16, seed: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    data = {name: torch.randn(1, tokens, heads, width) for name in ("q", "k", "v", "gate")}
+    data |= {"beta": torch.randn(1, tokens, heads), "A_log": torch.randn(heads), "dt_bias": torch.randn(heads, width)}
+    return {name: x.requires_grad_() for name, x in data.items()}
+
+
+def both(data: dict[str, Tensor], weight: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
+    """Output, final state and every gradient of one call."""
+    out, final = kda_triton(**data, **options)
+    torch.manual_seed(9)
+    upstream = torch.randn_like(out) if weight is None else weight
+    loss = (out * upstream).sum() + (0 if final is None else (final * final).sum())
+    return (out, *(() if final is None else (final,)), *torch.autograd.grad(loss, list(data.values())))
+
+
+def python(data: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
+    """The same without the module."""
+    module, NATIVE.module = NATIVE.module, None
+    try:
+        return both(data, **options)
+    finally:
+        NATIVE.module = module
+
+
+def same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "factors": {"save": "factors"},
+    "final state": {"output_final_state": True},
+    "packed": {"cu_seqlens": torch.tensor([0, 5, 5, 20], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_later_call_has_the_first_ones_bits(driver: Driver, name: str) -> None:
+    options = OPTIONS[name]
+    wanted = {seed: python(draw(seed=seed), **options) for seed in (1, 2)}
+    assert driver.launches == 0
+    same(both(draw(seed=1), **options), wanted[1])  # recorded
+    same(both(draw(seed=2), **options), wanted[2])  # forward in C++, backward recorded or asked for
+    before = driver.launches
+    assert before > 0
+    for seed in (1, 2):
+        data = draw(seed=seed)
+        if name == "final state":  # a gradient of the state is asked of Python
+            same(both(data, **options), wanted[seed])
+            continue
+        out, _ = kda_triton(**data, **options)
+        assert "KDA" in out.grad_fn.name()
+        forward = driver.launches
+        torch.manual_seed(9)
+        gradients = torch.autograd.grad(out, list(data.values()), torch.randn_like(out))
+        assert driver.launches > forward
+        same((out, *gradients), wanted[seed])
+
+
+def test_a_call_without_gradients_runs_in_cpp(driver: Driver) -> None:
+    data = {name: x.detach() for name, x in draw().items()}
+    wanted, _ = kda_triton(**data)
+    assert driver.launches == 0
+    found, final = kda_triton(**data)
+    assert driver.launches == 2 and final is None
+    assert torch.equal(found, wanted)
+
+
+def test_gradients_of_other_forms_are_asked_of_python(driver: Driver) -> None:
+    data = draw(tokens=7)
+    wanted = python(data, weight=torch.full((1, 7, 1, 16), 0.5))
+    for _ in range(2):
+        same(both(data, weight=torch.full((1, 7, 1, 16), 0.5)), wanted)
+    out, _ = kda_triton(**data)
+    before = driver.launches
+    same((out, *torch.autograd.grad(0.5 * out.sum(), list(data.values()))), wanted)  # an expanded gradient
+    assert driver.launches == before
+    data["q"].grad = None
+    out, _ = kda_triton(**data)
+    out.backward(torch.full_like(out, 0.5))
+    assert driver.launches > before + 2
+    assert data["q"].grad is not None
+    assert torch.equal(data["q"].grad, wanted[1])
+
+
+def test_only_first_gradients(driver: Driver) -> None:
+    data = draw(tokens=5)
+    for _ in range(3):
+        both(data)
+    out, _ = kda_triton(**data)
+    (first,) = torch.autograd.grad(out.sum(), data["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="TritonKDA: found a gradient of a gradient"):
+        first.sum().backward()
+
+
+def test_misuse_is_refused_as_everywhere_in_torch(driver: Driver) -> None:
+    data = draw(tokens=5)
+    for _ in range(3):
+        both(data)
+    out, _ = kda_triton(**data)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+    doubled = {name: 2 * x for name, x in data.items()}
+    out, _ = kda_triton(**doubled)
+    doubled["k"].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_an_error_of_the_python_function_keeps_its_type(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = draw(tokens=5)
+    for _ in range(2):
+        both(data)
+    out, _ = kda_triton(**data)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("nothing of the kind")
+
+    monkeypatch.setattr(triton_backward.MEMORY, "call", broken)
+    with pytest.raises(KeyError, match="nothing of the kind"):
+        torch.autograd.grad(out.sum(), data["q"])
+
+
+def test_a_launch_that_fails_raises(driver: Driver) -> None:
+    data = {name: x.detach() for name, x in draw(tokens=5).items()}
+    kda_triton(**data)
+    driver.code = 701
+    with pytest.raises(RuntimeError, match="CUDA driver error 701"):
+        kda_triton(**data)
+
+
+def test_what_is_saved_passes_the_hooks(driver: Driver) -> None:
+    """As for activation checkpointing: all that is kept for the backward pass can be given away and brought back."""
+    data = draw()
+    wanted = python(data, save="factors")
+    for _ in range(2):
+        both(data, save="factors")
+    shapes: list[torch.Size] = []
+
+    def pack(x: Tensor) -> Tensor:
+        shapes.append(x.shape)
+        return x.detach().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out, _ = kda_triton(**data, save="factors")
+    assert len(shapes) == 7 + 1 + 5  # arguments, output, factors
+    torch.manual_seed(9)
+    same((out, *torch.autograd.grad(out, list(data.values()), torch.randn_like(out))), wanted)
+
+
+def run_out(native: Native) -> None:
+    """Ask for the module until its build has ended."""
+    for _ in range(600):
+        native.ready(CARD)
+        if native._building is None or native._building.poll() is not None:
+            break
+        time.sleep(0.05)
+    native.ready(CARD)
+
+
+@pytest.fixture
+def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native_build.path.cache_clear()
+    yield tmp_path / "cache"
+    native_build.path.cache_clear()
+
+
+def test_without_a_compiler_replays_stay_in_python(
+    monkeypatch: pytest.MonkeyPatch, nothing_built: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    native = Native()
+    with caplog.at_level("WARNING", logger="trine"):
+        run_out(native)
+        assert native.ready(CARD) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "kda: calls are replayed in Python, 0.2 ms slower a forward and backward pass: native.cpp: needs a C++ "
+        "compiler (c++ or g++, or CXX in the environment), found none"
+    ]
+    assert not nothing_built.exists()
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, nothing_built: Path, tmp_path: Path
+) -> None:
+    tool = tmp_path / "broken-c++"
+    tool.write_text("#!/bin/sh\necho 'cannot find -lc10' >&2\nexit 3\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("CXX", str(tool))
+    with pytest.raises(RuntimeError, match="failed with code 3: cannot find -lc10"):
+        native_build.build()
+    assert list((nothing_built / "trine").iterdir()) == []
+
+
+def test_a_build_in_the_background_is_taken_up(
+    monkeypatch: pytest.MonkeyPatch, nothing_built: Path, tmp_path: Path
+) -> None:
+    """By a compiler that hands out the module that is there already."""
+    real = NATIVE.load().__file__
+    tool = tmp_path / "fast-c++"
+    tool.write_text(f'#!/bin/sh\nfor x; do case $last in -o) cp {real} "$x";; esac; last=$x; done\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("CXX", str(tool))
+    native = Native()
+    assert native.ready(torch.device("cpu")) is None and native._building is None
+    assert native.ready(CARD) is None  # while it is being built
+    run_out(native)
+    assert native.module.__name__ == "trine_kda_native"
+    assert native.ready(CARD) is native.module
+    assert [one.name for one in (nothing_built / "trine").iterdir()] == [native_build.path().name]
+
+
+def test_one_process_of_a_machine_builds(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    native = Native()
+    assert native.ready(CARD) is None
+    assert native._building is None and native.wanted
+
+
+def test_a_file_that_is_no_module_is_refused(nothing_built: Path, caplog: pytest.LogCaptureFixture) -> None:
+    native_build.path().parent.mkdir(parents=True)
+    native_build.path().write_bytes(b"not a library")
+    with caplog.at_level("WARNING", logger="trine"):
+        assert Native().ready(CARD) is None
+    assert "calls are replayed in Python" in caplog.text and native_build.path().name in caplog.text
+
+
+def test_it_can_be_declined(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
+    monkeypatch.setenv("TRINE_NATIVE", "0")
+    native = Native()
+    assert native.ready(CARD) is None and native._building is None
+
+
+def test_the_module_tells_forms_apart(driver: Driver) -> None:
+    """Types, devices, shapes, strides and absences; None for whatever has no plain memory of its own."""
+    forms = NATIVE.module.forms
+    x = torch.zeros(4, 8)
+    different = [
+        (x,), (x, None), (None, x), (x, x), (x.double(),), (x.view(8, 4),), (x.view(4, 2, 4),), (x[:, :4],),
+        (x.t(),), (x[:2],), (torch.zeros(()),), (None,), (),
+    ]  # fmt: skip
+    found = [forms(one) for one in different]
+    assert all(isinstance(one, bytes) for one in found)
+    assert len(set(found)) == len(found)
+    assert forms((torch.ones(4, 8), None)) == found[1]
+    assert forms((torch.nn.Parameter(x),)) == found[0]
+    special = [x[:, 1:], x.to_sparse(), torch.zeros(2, dtype=torch.complex64).conj().imag, 3.0, "q"]
+    with FakeTensorMode() as mode:
+        special.append(mode.from_tensor(x))
+    assert [forms((one,)) for one in special] == [None] * len(special)
+    assert torch.func.vmap(lambda row: row * (forms((row,)) is None))(torch.ones(2, 4)).sum() == 8
