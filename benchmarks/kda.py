@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from _common import RESULTS, Record, write_records
+from kda_host import BARS as HOST_BARS
+from kda_host import calls_of, host_us
 from torch import Tensor
 
 BANDWIDTH = 4.3e12
@@ -128,20 +130,6 @@ def event_ms(call: Callable[[], object], budget: float = 1.0) -> float:
     return statistics.median(samples)
 
 
-def host_ms(call: Callable[[], object], repeats: int = 200) -> float:
-    """Milliseconds the host spends in one call while the device keeps up."""
-    for _ in range(5):
-        call()
-    torch.cuda.synchronize()
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        samples.append(time.perf_counter() - start)
-        torch.cuda.synchronize()
-    return 1e3 * statistics.median(samples)
-
-
 def peak_bytes(call: Callable[[], object]) -> int:
     """Device memory a call needs above what is already held, outputs included."""
     call()
@@ -159,9 +147,12 @@ def truth(inputs: dict, **keywords: Any) -> tuple[Tensor, Tensor]:
     """The token recurrence in float64."""
     from trine.ops.kda.reference import kda_reference
 
-    wide = {name: x.double() for name, x in inputs.items()}
+    wide = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in (inputs | keywords).items()
+    }
     with torch.no_grad():
-        out, final = kda_reference(**wide, output_final_state=True, **keywords)
+        out, final = kda_reference(**wide, output_final_state=True)
     assert final is not None
     return out, final
 
@@ -401,23 +392,15 @@ class Bench:
             self.keep(f"fwd packed {name} T{tokens} H{heads} K128 V128 bf16", "trine", floor, ms=ms, gates="slow")
 
     def time_host(self) -> None:
-        inputs = draw(1, 64, 8, "slow")
-        self.keep("fwd host B1 T64 H8", "trine", ms=host_ms(lambda: self.forward(**inputs)), note="wall; bar 0.060")
-        bounds = torch.tensor([0, 30, 64], device="cuda", dtype=torch.int32)
-        packed = host_ms(lambda: self.forward(**inputs, cu_seqlens=bounds))
-        self.keep("fwd host packed B1 T64 H8", "trine", ms=packed, note="wall")
-        from trine.ops.kda import kda
+        """Rows of ``benchmarks/kda_host.py``, which says how."""
+        from trine.ops.kda.triton_native import NATIVE
 
-        self.keep(
-            "kda host B1 T64 H8, no gradients", "trine", ms=host_ms(lambda: kda(**inputs)), note="wall; bar 0.060"
-        )
-        leaves = {n: x.requires_grad_() for n, x in inputs.items()}
-        upstream = torch.randn_like(inputs["v"])
-
-        def both() -> object:
-            return torch.autograd.grad(kda(**leaves)[0], list(leaves.values()), upstream)
-
-        self.keep("fwd+bwd host B1 T64 H8", "trine", ms=host_ms(both), note="wall; bar 0.200")
+        NATIVE.load()
+        for name, call in calls_of(1, 64, 8, 128, "cuda").items():
+            if name.startswith("kda "):
+                _, median = host_us(call, 200, torch.cuda.synchronize)
+                note = f"wall; bar {1e-3 * HOST_BARS[name]:.3f}" if name in HOST_BARS else "wall"
+                self.keep(f"host B1 T64 H8, {name}", "trine", ms=1e-3 * median, note=note)
 
     def time_fla(self) -> None:
         """fla-core in the same run, its errors first; its autotuner compiles for about a minute a head count."""

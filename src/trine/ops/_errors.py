@@ -7,6 +7,8 @@ anyway (the trainer at its next step, ``trine.check_errors``) reads it.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -50,3 +52,11 @@ def check_errors(device: torch.device | str | None = None) -> None:
             found += [text.format(device=where) for text, flag in zip(_MESSAGES, flags, strict=True) if flag]
     if found:
         raise ValueError("; ".join(found))
+
+
+def check_at_once(device: torch.device) -> None:
+    """Read the device's error words now if ``TRINE_CHECK=1`` asks for it and no CUDA graph is being captured."""
+    if os.environ.get("TRINE_CHECK") == "1" and not (
+        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    ):
+        check_errors(device)

@@ -16,9 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from trine.ops.kda import native_build, triton_backward, triton_forward, triton_replay
-from trine.ops.kda.triton_backward_autograd import CALLS
-from trine.ops.kda.triton_entry import kda_triton
+from trine.ops.kda import _CHECKED, _choice, kda, native_build, triton_backward, triton_forward, triton_replay
 from trine.ops.kda.triton_launch import Kernel, Variant, repair_interpreter
 from trine.ops.kda.triton_native import NATIVE, Native
 from trine.ops.kda.triton_replay import Memory
@@ -75,11 +73,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
     for module in (triton_forward, triton_backward):
         monkeypatch.setattr(module, "MEMORY", Memory())
-    monkeypatch.setattr(CALLS, "_kept", {})
+    monkeypatch.setattr(_choice, "why_no_card", lambda q: None)
     monkeypatch.setattr(NATIVE, "module", NATIVE.load())
+    monkeypatch.setattr(NATIVE, "calls", {})
+    _CHECKED.clear()
     monkeypatch.setattr(triton_replay, "launch_function", lambda: made.address)
     monkeypatch.setattr(Kernel, "handle", lambda kernel, variant, index: made.handle(kernel, variant, index))
     yield made
+    _CHECKED.clear()
 
 
 # 16 channels make the scale 0.25: the interpreter keeps a Python number in 64 bits, a launch gives it in 32.
@@ -92,7 +93,7 @@ def draw(tokens: int = 20, heads: int = 1, width: int = 16, seed: int = 0) -> di
 
 def both(data: dict[str, Tensor], weight: Tensor | None = None, **options: Any) -> tuple[Tensor, ...]:
     """Output, final state and every gradient of one call."""
-    out, final = kda_triton(**data, **options)
+    out, final = kda(**data, **options)
     torch.manual_seed(9)
     upstream = torch.randn_like(out) if weight is None else weight
     loss = (out * upstream).sum() + (0 if final is None else (final * final).sum())
@@ -137,7 +138,7 @@ def test_every_later_call_has_the_first_ones_bits(driver: Driver, name: str) -> 
         if name == "final state":  # a gradient of the state is asked of Python
             same(both(data, **options), wanted[seed])
             continue
-        out, _ = kda_triton(**data, **options)
+        out, _ = kda(**data, **options)
         assert "KDA" in out.grad_fn.name()
         forward = driver.launches
         torch.manual_seed(9)
@@ -148,9 +149,9 @@ def test_every_later_call_has_the_first_ones_bits(driver: Driver, name: str) -> 
 
 def test_a_call_without_gradients_runs_in_cpp(driver: Driver) -> None:
     data = {name: x.detach() for name, x in draw().items()}
-    wanted, _ = kda_triton(**data)
+    wanted, _ = kda(**data)
     assert driver.launches == 0
-    found, final = kda_triton(**data)
+    found, final = kda(**data)
     assert driver.launches == 2 and final is None
     assert torch.equal(found, wanted)
 
@@ -160,12 +161,12 @@ def test_gradients_of_other_forms_are_asked_of_python(driver: Driver) -> None:
     wanted = python(data, weight=torch.full((1, 7, 1, 16), 0.5))
     for _ in range(2):
         same(both(data, weight=torch.full((1, 7, 1, 16), 0.5)), wanted)
-    out, _ = kda_triton(**data)
+    out, _ = kda(**data)
     before = driver.launches
     same((out, *torch.autograd.grad(0.5 * out.sum(), list(data.values()))), wanted)  # an expanded gradient
     assert driver.launches == before
     data["q"].grad = None
-    out, _ = kda_triton(**data)
+    out, _ = kda(**data)
     out.backward(torch.full_like(out, 0.5))
     assert driver.launches > before + 2
     assert data["q"].grad is not None
@@ -176,7 +177,7 @@ def test_only_first_gradients(driver: Driver) -> None:
     data = draw(tokens=5)
     for _ in range(3):
         both(data)
-    out, _ = kda_triton(**data)
+    out, _ = kda(**data)
     (first,) = torch.autograd.grad(out.sum(), data["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="TritonKDA: found a gradient of a gradient"):
         first.sum().backward()
@@ -186,12 +187,12 @@ def test_misuse_is_refused_as_everywhere_in_torch(driver: Driver) -> None:
     data = draw(tokens=5)
     for _ in range(3):
         both(data)
-    out, _ = kda_triton(**data)
+    out, _ = kda(**data)
     out.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
         out.sum().backward()
     doubled = {name: 2 * x for name, x in data.items()}
-    out, _ = kda_triton(**doubled)
+    out, _ = kda(**doubled)
     doubled["k"].add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
@@ -201,7 +202,7 @@ def test_an_error_of_the_python_function_keeps_its_type(driver: Driver, monkeypa
     data = draw(tokens=5)
     for _ in range(2):
         both(data)
-    out, _ = kda_triton(**data)
+    out, _ = kda(**data)
 
     def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("nothing of the kind")
@@ -213,10 +214,10 @@ def test_an_error_of_the_python_function_keeps_its_type(driver: Driver, monkeypa
 
 def test_a_launch_that_fails_raises(driver: Driver) -> None:
     data = {name: x.detach() for name, x in draw(tokens=5).items()}
-    kda_triton(**data)
+    kda(**data)
     driver.code = 701
     with pytest.raises(RuntimeError, match="CUDA driver error 701"):
-        kda_triton(**data)
+        kda(**data)
 
 
 def test_what_is_saved_passes_the_hooks(driver: Driver) -> None:
@@ -232,7 +233,7 @@ def test_what_is_saved_passes_the_hooks(driver: Driver) -> None:
         return x.detach().clone()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out, _ = kda_triton(**data, save="factors")
+        out, _ = kda(**data, save="factors")
     assert len(shapes) == 7 + 1 + 5  # arguments, output, factors
     torch.manual_seed(9)
     same((out, *torch.autograd.grad(out, list(data.values()), torch.randn_like(out))), wanted)
@@ -324,18 +325,21 @@ def test_it_can_be_declined(monkeypatch: pytest.MonkeyPatch, nothing_built: Path
 
 
 def test_the_module_tells_forms_apart(driver: Driver) -> None:
-    """Types, devices, shapes, strides and absences; None for whatever has no plain memory of its own."""
+    """Types, shapes, strides, absences, whether gradients are wanted; None for what has no plain memory of its own."""
     forms = NATIVE.module.forms
     x = torch.zeros(4, 8)
     different = [
         (x,), (x, None), (None, x), (x, x), (x.double(),), (x.view(8, 4),), (x.view(4, 2, 4),), (x[:, :4],),
         (x.t(),), (x[:2],), (torch.zeros(()),), (None,), (),
     ]  # fmt: skip
+    different += [tuple(y.clone().requires_grad_() for y in different[0])]
     found = [forms(one) for one in different]
     assert all(isinstance(one, bytes) for one in found)
     assert len(set(found)) == len(found)
     assert forms((torch.ones(4, 8), None)) == found[1]
-    assert forms((torch.nn.Parameter(x),)) == found[0]
+    assert forms((torch.nn.Parameter(x),)) == found[-1]
+    with torch.no_grad():
+        assert forms((torch.nn.Parameter(x),)) == found[0]
     special = [x[:, 1:], x.to_sparse(), torch.zeros(2, dtype=torch.complex64).conj().imag, 3.0, "q"]
     with FakeTensorMode() as mode:
         special.append(mode.from_tensor(x))

@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from trine.ops.kda import _CHECKED, _choice, kda, triton_backward, triton_forward  # noqa: E402
+from trine.ops.kda import _CHECKED, _choice, kda, triton_backward, triton_forward, triton_replay  # noqa: E402
 from trine.ops.kda.triton_entry import kda_triton  # noqa: E402
 from trine.ops.kda.triton_launch import Kernel, repair_interpreter  # noqa: E402
 from trine.ops.kda.triton_replay import Memory, Replay, new  # noqa: E402
@@ -25,7 +25,8 @@ STREAMS = ("q", "k", "v", "gate", "beta")
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call is known yet, and fresh memory holds NaN."""
+    """No call is known yet, fresh memory holds NaN, and no buffers are small enough to live as long as the call."""
+    monkeypatch.setattr(triton_replay, "_SMALL", 0)
     monkeypatch.setattr(triton_forward, "MEMORY", Memory())
     monkeypatch.setattr(triton_backward, "MEMORY", Memory())
     plain = torch.empty
@@ -152,11 +153,18 @@ def test_a_call_that_does_more_than_launch_is_never_replayed(replays: list[int])
         assert torch.equal(a, b)
 
 
-def test_buffers_of_one_life_are_one_allocation_and_go_when_they_went() -> None:
+def test_buffers_of_one_life_are_one_allocation_and_go_when_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
     run(draw())
     (replay,) = triton_backward.MEMORY._kept.values()
     assert replay is not None
     assert sum(len(before) for _, before, _ in replay.rounds) == 8 + 7  # gradients, and workspaces between launches
+    monkeypatch.setattr(triton_replay, "_SMALL", 1 << 20)
+    monkeypatch.setattr(triton_backward, "MEMORY", Memory())
+    run(draw())
+    (small,) = triton_backward.MEMORY._kept.values()
+    assert small is not None
+    assert sum(len(before) for _, before, _ in small.rounds) == 8 + 1
+    assert not any(gone for gone, _, _ in small.rounds)
     assert [len(gone) for gone, *_ in replay.rounds] == [0, 0, 1, 2, 0, 0]
 
 

@@ -45,12 +45,15 @@ __all__ = [
 ]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_CHECKED: set[object] = set()  # kinds of calls that have passed every check and go to the kernels
+_CHECKED: set[tuple[object, ...] | None] = set()  # kinds of calls that have passed every check and go to the kernels
 
 
-def _kind(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> object | None:
-    """What the checks of a call depend on; None for values of other types, which the checks refuse by name."""
-    forms = None if NATIVE.module is None else NATIVE.module.forms(tensors)
+def _kind(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> tuple[object, ...] | None:
+    """What a call's checks and, if it begins with bytes, its replay depend on.
+
+    None for values of other types, which the checks refuse by name.
+    """
+    forms: object = None if NATIVE.module is None else NATIVE.module.forms(tensors)
     if forms is None:
         if not all(x is None or isinstance(x, Tensor) for x in tensors):
             return None
@@ -144,7 +147,11 @@ def kda(
     kind = None
     if type(q) in _PLAIN and not torch.compiler.is_compiling():
         tensors = (q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens)
-        kind = _kind(tensors, (gate_kind, lower_bound, scale, beta_max, plan, backend, save))
+        options = (qk_norm, beta_is_logit, beta_max, scale, output_final_state, plan, backend, save)
+        kind = _kind(tensors, (gate_kind, lower_bound, *options))
+        call = NATIVE.calls.get(kind)
+        if call is not None:
+            return NATIVE.again(call, tensors)
     run = None
     if kind not in _CHECKED:
         need_tensors({"q": q})
@@ -168,6 +175,7 @@ def kda(
             q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
             beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,
             output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan, save=save,
+            kind=kind if kind is not None and kind in _CHECKED and isinstance(kind[0], bytes) else None,
         )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with full_precision(q.device):

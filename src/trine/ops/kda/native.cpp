@@ -131,11 +131,11 @@ constexpr size_t kInputs = 9;   // q, k, v, gate, beta, A_log, dt_bias, initial 
 constexpr size_t kStreams = 5;  // those before A_log
 constexpr size_t kKept = 7;     // tensors that the forward pass leaves for the backward pass
 
-// One kind of differentiable call: its forward pass, and its backward pass once that has been recorded.
+// One kind of call: its forward pass and, of one to be differentiated, its backward pass once that has been recorded.
 class Call : public torch::CustomClassHolder {
  public:
   // ``python(inputs, out, kept, d_out, d_final)`` gives the gradients of all inputs but the bounds, and what replays
-  // them (or None).
+  // them (or None). It is itself None where no gradients are wanted.
   Call(std::shared_ptr<Program> forward, py::object python)
       : forward_(std::move(forward)), python_(python.release().ptr(), getPyInterpreter()) {}
 
@@ -258,18 +258,32 @@ struct KDA : torch::autograd::Function<KDA> {
 std::vector<Maybe> apply(const c10::intrusive_ptr<Call>& call, const std::vector<Maybe>& x) {
   TORCH_CHECK(x.size() == kInputs + 1, "found ", x.size(), " arguments, need ", kInputs + 1);
   const py::gil_scoped_release released;
-  auto found = KDA::apply(call, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9]);
+  const auto learns = [](const Maybe& one) { return one && one->requires_grad(); };
+  Tensors found;
+  if (at::GradMode::is_enabled() && std::any_of(x.begin(), x.end(), learns)) {
+    found = KDA::apply(call, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9]);
+  } else {
+    Tensors given;
+    given.reserve(x.size());
+    for (const auto& one : x) {
+      given.push_back(one.value_or(Tensor()));
+    }
+    found = call->forward().run(given);
+    found.resize(found[1].defined() ? 2 : 1);
+  }
   return {found[0], found.size() > 1 ? Maybe(found[1]) : std::nullopt};
 }
 
-// Types, devices, shapes and strides of a tuple's tensors, as bytes that differ where any of them does. None where one
-// is no plain tensor in memory, or begins at an address that is no multiple of 16.
+// What a call's replay depends on in a tuple of its tensors, as bytes: types, devices, shapes, strides, and whether a
+// gradient is wanted. None where nothing is to be replayed: a tensor that is no plain one in memory, begins at an address
+// that is no multiple of 16, or lies on another card than the current one.
 py::object forms(const py::tuple& tensors) {
   static const c10::DispatchKeySet special(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper,
        c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate});
   std::string key;
   key.reserve(1024);
+  bool differentiated = false;
   const auto put = [&key](const void* from, size_t bytes) { key.append(static_cast<const char*>(from), bytes); };
   for (const auto item : tensors) {
     key.push_back(item.is_none() ? '-' : '+');
@@ -285,6 +299,10 @@ py::object forms(const py::tuple& tensors) {
       return py::none();
     }
     const auto device = x.device();
+    if (device.is_cuda() && device != c10::impl::VirtualGuardImpl(device.type()).getDevice()) {
+      return py::none();
+    }
+    differentiated |= x.requires_grad();
     const char head[] = {
         static_cast<char>(x.scalar_type()), static_cast<char>(device.type()), static_cast<char>(device.index()),
         static_cast<char>(x.dim())};
@@ -292,6 +310,7 @@ py::object forms(const py::tuple& tensors) {
     put(x.sizes().data(), x.dim() * sizeof(int64_t));
     put(x.strides().data(), x.dim() * sizeof(int64_t));
   }
+  key.push_back(differentiated && at::GradMode::is_enabled() ? '+' : '-');
   return py::bytes(key);
 }
 

@@ -7,6 +7,7 @@ autograd runs without the interpreter. That one asks the Python function for all
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,13 +15,12 @@ import torch
 from torch import Tensor
 
 from trine.ops._autograd import differentiable_once
-from trine.ops._errors import error_words
 from trine.ops.kda.triton_backward import Gradients, kda_backward
 from trine.ops.kda.triton_config import Config, choose
-from trine.ops.kda.triton_forward import check_at_once, forward
+from trine.ops.kda.triton_forward import forward
 from trine.ops.kda.triton_native import NATIVE
 from trine.ops.kda.triton_problem import Kept
-from trine.ops.kda.triton_replay import ACTIVE, LIMIT, kind_of
+from trine.ops.kda.triton_replay import ACTIVE
 
 
 class Settings(NamedTuple):
@@ -148,52 +148,23 @@ class TritonKDA(torch.autograd.Function):
         return (*backward_from(*arguments), None, None)
 
 
-class Calls:
-    """The kinds of differentiable calls that have a node in C++."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, Any] = {}
-
-    def apply(self, tensors: tuple[Tensor | None, ...], settings: Settings) -> tuple[Tensor, Tensor | None]:
-        """Output and final state of the nine ``tensors`` of ``forward_keeping``, which are on one device."""
-        result: tuple[Tensor, Tensor | None]
-        q, bounds = tensors[0], tensors[8]
-        assert q is not None
-        native = NATIVE.ready(q.device)
-        if native is None:
-            result = TritonKDA.apply(*tensors, settings)
-            return result
-        inputs = (*tensors, None if bounds is None else error_words(q.device))
-        key = kind_of(settings, inputs)
-        call = None if key is None else self._kept.get(key)
-        if call is not None:
-            out, final = native.apply(call, inputs)
-            if bounds is not None:
-                check_at_once(q.device)
-            return out, final
-        result = TritonKDA.apply(*tensors, settings)
-        replay = result[0].grad_fn.replay  # type: ignore[union-attr]
-        program = None if key is None or replay is None else replay.program()
-        if program is not None:
-            if len(self._kept) >= LIMIT:
-                self._kept.clear()
-            self._kept[key] = native.Call(program, _PythonBackward(settings))
-        return result
+def differentiable(
+    tensors: tuple[Tensor | None, ...], settings: Settings, kind: Hashable | None
+) -> tuple[Tensor, Tensor | None]:
+    """Output and final state of the nine ``tensors`` of ``forward_keeping``; ``kind`` as in `Native.know`."""
+    result: tuple[Tensor, Tensor | None] = TritonKDA.apply(*tensors, settings)
+    NATIVE.know(kind, result[0].grad_fn.replay, partial(_python_backward, settings))  # type: ignore[union-attr]
+    return result
 
 
-class _PythonBackward(NamedTuple):
-    """The backward pass of a node in C++ whose form it has not recorded."""
+def _python_backward(
+    settings: Settings, inputs: list[Tensor | None], out: Tensor, kept: list[Tensor | None], d_out: Any, d_final: Any
+) -> tuple[tuple[Tensor | None, ...], Any | None]:
+    """The backward pass of a node in C++ whose form that has not recorded.
 
-    settings: Settings
-
-    def __call__(
-        self, inputs: list[Tensor | None], out: Tensor, kept: list[Tensor | None], d_out: Any, d_final: Any
-    ) -> tuple[tuple[Tensor | None, ...], Any | None]:
-        """Gradients of all ``inputs`` but the bounds, and the program that repeats this call, if there is one."""
-        ACTIVE.latest = None
-        context = SimpleNamespace(saved_tensors=(*inputs, out, *kept), settings=self.settings)
-        gradients = TritonKDA.backward(context, d_out, d_final)
-        return gradients[:8], None if ACTIVE.latest is None else ACTIVE.latest.program()
-
-
-CALLS = Calls()
+    Returns gradients of all ``inputs`` but the bounds, and the program that repeats this call, if there is one.
+    """
+    ACTIVE.latest = None
+    context = SimpleNamespace(saved_tensors=(*inputs, out, *kept), settings=settings)
+    gradients = TritonKDA.backward(context, d_out, d_final)
+    return gradients[:8], None if ACTIVE.latest is None else ACTIVE.latest.program()

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trine.ops._errors import error_words
+from trine.ops._errors import check_at_once, error_words
 from trine.ops.kda.triton_config import LOG2E, MAX_CHANNELS
-from trine.ops.kda.triton_forward import check_at_once
 from trine.ops.kda.triton_launch import Kernel, Options, Variant, type_name
 from trine.ops.kda.triton_prepare import exp2, reciprocal
 from trine.ops.kda.triton_problem import alignment, even_rows, parameter

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
-from trine.ops.kda.triton_backward_autograd import CALLS, Settings
+from trine.ops.kda.triton_backward_autograd import Settings, differentiable
 from trine.ops.kda.triton_decode import kda_step_triton
 from trine.ops.kda.triton_forward import forward
+from trine.ops.kda.triton_native import NATIVE
+from trine.ops.kda.triton_replay import ACTIVE
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -36,8 +40,12 @@ def kda_triton(
     cu_seqlens: Tensor | None = None,
     plan: str = "auto",
     save: str = "inputs",
+    kind: Hashable | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``(output, final_state)`` of ``trine.ops.kda.kda`` with the bounded gate; arguments as checked by it."""
+    """``(output, final_state)`` of ``trine.ops.kda.kda`` with the bounded gate; arguments as checked by it.
+
+    ``kind``: what `kda` knows this call by, if a call of its kind may be replayed.
+    """
     tensors = (q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens)
     tracing = traced(q)
     if tracing or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
@@ -48,12 +56,13 @@ def kda_triton(
             from trine.ops.kda.triton_library import kda_registered
 
             return kda_registered(*tensors, settings)
-        return CALLS.apply(tensors, settings)
+        return differentiable(tensors, settings, kind)
     out, final, _ = forward(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
         beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,
         output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan,
     )  # fmt: skip
+    NATIVE.know(kind, ACTIVE.latest, None)
     return out, final
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from trine.ops._errors import check_errors, error_words
+from trine.ops._errors import check_at_once, error_words
 from trine.ops.kda.triton_config import MAX_CHANNELS, MAX_DECAY, choose, refined
 from trine.ops.kda.triton_prepare import make_problem, prepare
 from trine.ops.kda.triton_problem import Kept
@@ -36,14 +35,6 @@ def unsupported(q: Tensor, v: Tensor, gate_kind: str, lower_bound: float, *other
         if tensor.dtype not in _DTYPES:
             return f"the kernels need bfloat16, float16 or float32, found {tensor.dtype}"
     return None
-
-
-def check_at_once(device: torch.device) -> None:
-    """Read the device's error words now if ``TRINE_CHECK=1`` asks for it and no CUDA graph is being captured."""
-    if os.environ.get("TRINE_CHECK") == "1" and not (
-        device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    ):
-        check_errors(device)
 
 
 def forward(

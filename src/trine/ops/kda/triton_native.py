@@ -12,13 +12,19 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Hashable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trine._log import logger
+from trine.ops._errors import check_at_once, error_words
+
+LIMIT = 512
+"""Kinds of calls kept, here and of each operator's replays; all are forgotten when there are more."""
 
 
 @cache
@@ -30,12 +36,35 @@ def launch_function() -> int:
 
 
 class Native:
-    """The module, and its build."""
+    """The module, its build, and the calls of known kinds (`trine.ops.kda.kda` makes kinds)."""
 
     def __init__(self) -> None:
         self.module: Any = None
+        self.calls: dict[Hashable, Any] = {}
         self.wanted = os.environ.get("TRINE_NATIVE", "1") != "0"
         self._building: subprocess.Popen[str] | None = None
+
+    def know(self, kind: Hashable | None, replay: Any | None, backward: Callable[..., Any] | None) -> None:
+        """From now on calls of this ``kind`` run in C++, if that is there for ``replay``; None is no kind or no replay.
+
+        ``backward`` gives gradients by the Python function, None where none are wanted.
+        """
+        program = None if kind is None or replay is None else replay.program()
+        if program is not None:
+            if len(self.calls) >= LIMIT:
+                self.calls.clear()
+            self.calls[kind] = self.module.Call(program, backward)
+
+    def again(self, call: Any, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
+        """Output and final state of a known kind of call; ``tensors`` are `kda`'s nine, in its order."""
+        first, bounds = tensors[0], tensors[8]
+        assert first is not None
+        if bounds is None:
+            out, final = self.module.apply(call, (*tensors, None))
+        else:
+            out, final = self.module.apply(call, (*tensors, error_words(first.device)))
+            check_at_once(first.device)
+        return out, final
 
     def ready(self, device: torch.device) -> Any | None:
         """The module for calls on ``device``; None while it is being built and where it cannot be.

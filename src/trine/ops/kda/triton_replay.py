@@ -5,7 +5,8 @@ Replays run in C++ where that side is built (``triton_native.py``), else here.
 Everything of a call but addresses is a function of shapes, strides, types and flags: which kernels run, their grids,
 numbers and compiled forms, the buffers between them. The first call of a kind runs the plain code, which is the only
 description of the work; a ``Recording`` notes its allocations, its launches and when a buffer is let go. Later calls of
-that kind allocate, add addresses and launch. Buffers that live between the same two launches become one allocation.
+that kind allocate, add addresses and launch. Buffers that live between the same two launches become one allocation, all
+of them where they are small.
 
 A call that does anything else, such as copying an argument or summing gradients of grouped heads, leaves an address
 that is neither an argument nor a buffer, and is then never replayed. Compiled kernels are promised pointers that are
@@ -23,13 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trine.ops.kda.triton_native import NATIVE, launch_function
+from trine.ops.kda.triton_native import LIMIT, NATIVE, launch_function
 
 Inputs = Sequence["Tensor | None"]
 _UNKNOWN: Any = object()
-LIMIT = 512
-"""Kinds of calls kept of each operator; all are forgotten when there are more."""
 _ALIGN = 256
+_SMALL = 64 << 20  # up to so many bytes of buffers a call are one allocation, whenever they are needed
 
 
 class _Active(threading.local):
@@ -122,10 +122,12 @@ class Replay:
         self.device, self.count = device, len(recording.inputs)
         kept = {i for i in results if i is not None}
         life = _lives(recording)
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for *_, shape, dtype in recording.buffers]
+        small = sum(size for i, size in enumerate(sizes) if i not in kept) <= _SMALL
         groups: dict[tuple[int, int], list[int]] = {}
         for i, (born, died) in life.items():
             if i not in kept:
-                groups.setdefault((born, died), []).append(i)
+                groups.setdefault((0, 1 << 30) if small else (born, died), []).append(i)
         # Places in the list of addresses: the inputs, the null pointer, then a block for every result and every group.
         self.null = self.count
         place: dict[int, tuple[int, int]] = {}
@@ -137,8 +139,7 @@ class Replay:
             total = 0
             for i in members:
                 place[i] = (self.null + 1 + len(blocks), total)
-                size = torch.Size(recording.buffers[i][2]).numel() * recording.buffers[i][3].itemsize
-                total += -(-size // _ALIGN) * _ALIGN
+                total += -(-sizes[i] // _ALIGN) * _ALIGN
             blocks.append(((total // 2,), torch.bfloat16, born, died))  # a float type, so that fresh memory can be NaN
         self.results = [None if i is None else place[i][0] for i in results]
         launches = [what for kind, what in recording.events if kind == "launch"]
