@@ -1,13 +1,27 @@
-"""Backward passes written by hand: differentiable once, and no gradient of a gradient is lost without a word."""
+"""Backward passes written by hand: differentiable once, in reverse mode; other derivatives raise, none is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+
+def refuse_tangents(operator: str, tensors: Iterable[Tensor | None]) -> None:
+    """For kernels that torch does not see: forward-mode differentiation would pass them by without a word.
+
+    Raises:
+        NotImplementedError: a tensor with a tangent (`torch.autograd.forward_ad`).
+    """
+    if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"{operator}: found a tensor with a forward-mode tangent; the kernels differentiate in reverse mode only, "
+            'backend="reference" in both'
+        )
 
 
 class _OnlyOnce(torch.autograd.Function):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -181,6 +182,24 @@ def test_only_first_gradients(driver: Driver) -> None:
     (first,) = torch.autograd.grad(out.sum(), data["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="TritonKDA: found a gradient of a gradient"):
         first.sum().backward()
+
+
+def test_forward_mode_is_refused(driver: Driver) -> None:
+    """With and without gradients, known kind or not: the tangent would be lost."""
+    data = draw(tokens=5)
+    for _ in range(3):
+        both(data)
+    with torch.no_grad():
+        kda(**data)
+        kda(**data)
+    with forward_ad.dual_level():
+        for grad in (True, False):
+            dual = {name: forward_ad.make_dual(x.detach(), torch.ones_like(x)) for name, x in data.items()}
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(NotImplementedError, match="kda: found a tensor with a for"),
+            ):
+                kda(**(data | {"v": dual["v"]}))
 
 
 def test_misuse_is_refused_as_everywhere_in_torch(driver: Driver) -> None:

@@ -275,8 +275,8 @@ std::vector<Maybe> apply(const c10::intrusive_ptr<Call>& call, const std::vector
 }
 
 // What a call's replay depends on in a tuple of its tensors, as bytes: types, devices, shapes, strides, and whether a
-// gradient is wanted. None where nothing is to be replayed: a tensor that is no plain one in memory, begins at an address
-// that is no multiple of 16, or lies on another card than the current one.
+// gradient is wanted. None where nothing is to be replayed: a tensor that is no plain one in memory, has a forward-mode
+// tangent, begins at an address that is no multiple of 16, or lies on another card than the current one.
 py::object forms(const py::tuple& tensors) {
   static const c10::DispatchKeySet special(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper,
@@ -294,7 +294,7 @@ py::object forms(const py::tuple& tensors) {
       return py::none();
     }
     const Tensor& x = THPVariable_Unpack(item.ptr());
-    if (x.key_set().has_any(special) || x.layout() != at::kStrided ||
+    if (x.key_set().has_any(special) || x.layout() != at::kStrided || x._fw_grad(/*level=*/0).defined() ||
         reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 != 0) {
       return py::none();
     }

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from trine.ops._autograd import refuse_tangents
 from trine.ops.kda.triton_backward_autograd import Settings, differentiable
 from trine.ops.kda.triton_decode import kda_step_triton
 from trine.ops.kda.triton_forward import forward
@@ -48,6 +49,8 @@ def kda_triton(
     """
     tensors = (q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens)
     tracing = traced(q)
+    if not tracing:
+        refuse_tangents("kda", tensors)
     if tracing or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
         settings = Settings(
             lower_bound, qk_norm, beta_is_logit, beta_max, scale, plan, save == "factors", output_final_state
@@ -94,6 +97,7 @@ def step_triton(
             *(gate_kind, lower_bound, qk_norm, beta_is_logit, beta_max, scale),
             inplace=inplace,
         )
+    refuse_tangents("kda_step", (q, k, v, gate, beta, state, A_log, dt_bias))
     return kda_step_triton(
         q, k, v, gate, beta, state, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
         qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, state_indices=state_indices,
