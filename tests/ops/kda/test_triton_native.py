@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import sys
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -210,11 +216,12 @@ def test_misuse_is_refused_as_everywhere_in_torch(driver: Driver) -> None:
     out.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
         out.sum().backward()
-    doubled = {name: 2 * x for name, x in data.items()}
-    out, _ = kda(**doubled)
-    doubled["k"].add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+    for change in ("k", "out"):
+        doubled = {name: 2 * x for name, x in data.items()}
+        out, _ = kda(**doubled)
+        (out if change == "out" else doubled[change]).add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 def test_an_error_of_the_python_function_keeps_its_type(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +284,120 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
     native_build.path.cache_clear()
 
 
+def test_what_hooks_bring_back_in_another_form_is_not_replayed(driver: Driver) -> None:
+    """Neither then nor later: what is recorded with such tensors is for such tensors."""
+    data = draw(tokens=5, heads=2)
+    fused = torch.stack([data[name].detach() for name in "qkv"], 2)
+    for i, name in enumerate("qkv"):
+        data[name] = fused[:, :, i].detach().requires_grad_()
+    wanted = python(data)
+
+    def usual() -> tuple[Tensor, ...]:
+        out, _ = kda(**data)
+        torch.manual_seed(9)
+        return out, *torch.autograd.grad(out, list(data.values()), torch.randn_like(out))
+
+    def other(unpack: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), unpack):
+            return usual()
+
+    for _ in range(2):
+        same(other(lambda x: x.contiguous()), wanted)
+    for _ in range(3):
+        same(usual(), wanted)
+    before = driver.launches
+    same(other(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim == 4 else x), wanted)
+    same(other(lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)), wanted)  # misaligned
+    assert driver.launches == before + 4  # the forward passes
+
+
+def test_checkpointing_keeps_nothing(driver: Driver) -> None:
+    """It ends the second forward pass by raising from the hook that packs what KDA saves, inside the node's making."""
+    data = draw(tokens=5)
+    wanted = python(data)
+    for _ in range(3):
+        both(data)
+
+    def step() -> weakref.ref[Tensor]:
+        fresh = {name: x.detach().clone().requires_grad_() for name, x in data.items()}
+        out = checkpoint(lambda **x: kda(**x)[0], use_reentrant=False, **fresh)
+        torch.manual_seed(9)
+        gradients = torch.autograd.grad(out, list(fresh.values()), torch.randn_like(out))
+        same((out, *gradients), wanted)
+        return weakref.ref(fresh["q"].untyped_storage())
+
+    for _ in range(2):
+        step()
+    gc.collect()
+    counted = sum(isinstance(x, Tensor) for x in gc.get_objects())
+    assert all(step()() is None for _ in range(2))
+    gc.collect()
+    assert sum(isinstance(x, Tensor) for x in gc.get_objects()) == counted
+
+
+def test_nothing_is_replayed_where_torch_is_watched(driver: Driver) -> None:
+    """A mode may answer ``empty`` with memory of another size, as selective checkpointing does."""
+    data = draw(tokens=5)
+    wanted = python(data)
+    for _ in range(3):
+        both(data)
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
+            return function(*args, **(keywords or {}))
+
+    out, _ = kda(**data)
+    before = driver.launches
+    with Counting():
+        torch.manual_seed(9)
+        first = torch.autograd.grad(out, list(data.values()), torch.randn_like(out))
+        same((out, *first), wanted)
+        same(both(data), wanted)
+        module, NATIVE.module = NATIVE.module, None
+        assert triton_replay.kind_of((), (data["q"],)) is None
+        NATIVE.module = module
+    assert driver.launches == before
+    same(both(data), wanted)
+    assert driver.launches > before
+
+
+def test_compiled_autograd(driver: Driver) -> None:
+    data = draw(tokens=5)
+    wanted = python(data)
+    for _ in range(3):
+        both(data)
+    out, _ = kda(**data)
+    torch.manual_seed(9)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward(torch.randn_like(out))
+    same((out, *(x.grad for x in data.values())), wanted)  # type: ignore[misc]
+
+
+def test_gradients_without_memory_or_with_a_tangent_are_asked_of_python(driver: Driver) -> None:
+    data = draw(tokens=5)
+    for _ in range(3):
+        both(data)
+    out, _ = kda(**data)
+    nothing = torch._efficientzerotensor(out.shape)
+    found = torch.autograd.grad(out, list(data.values()), nothing)
+    assert all(not x.any() for x in found)
+    out, _ = kda(**data)
+    found = torch.autograd.grad(out, list(data.values()), torch._neg_view(torch.ones_like(out)))
+    out, _ = kda(**data)
+    ones = torch.autograd.grad(out, list(data.values()), torch.ones_like(out))
+    same(found, tuple(-x for x in ones))
+    negated = {name: torch._neg_view(-x.detach()) for name, x in data.items()}
+    same((kda(**negated)[0],), (out,))
+    nothing = kda(**(negated | {"beta": torch._efficientzerotensor(data["beta"].shape)}))[0]
+    same((nothing,), (kda(**(negated | {"beta": torch.zeros_like(data["beta"])}))[0],))
+    out, _ = kda(**data)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="gradient of kda: found a tensor with a forw"),
+    ):
+        torch.autograd.grad(out, data["q"], forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+
 def test_without_a_compiler_replays_stay_in_python(
     monkeypatch: pytest.MonkeyPatch, nothing_built: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -337,10 +458,41 @@ def test_a_file_that_is_no_module_is_refused(nothing_built: Path, caplog: pytest
     assert "calls are replayed in Python" in caplog.text and native_build.path().name in caplog.text
 
 
-def test_it_can_be_declined(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
-    monkeypatch.setenv("TRINE_NATIVE", "0")
+@pytest.mark.parametrize("word", ["0", "false", "OFF"])
+def test_it_can_be_declined(monkeypatch: pytest.MonkeyPatch, nothing_built: Path, word: str) -> None:
+    monkeypatch.setenv("TRINE_NATIVE", word)
     native = Native()
     assert native.ready(CARD) is None and native._building is None
+
+
+def test_without_an_interpreter_to_run_it_is_not_built(
+    monkeypatch: pytest.MonkeyPatch, nothing_built: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", None)
+    with caplog.at_level("WARNING", logger="trine"):
+        assert Native().ready(CARD) is None
+    assert "found none (sys.executable)" in caplog.text
+
+
+def test_a_build_whose_end_nobody_told_us_is_not_repeated(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
+    """A forked process hears 0 of its parent's child, which may still be at work."""
+    native = Native()
+    native._building = SimpleNamespace(poll=lambda: 0)
+    monkeypatch.setattr(native_build, "build", lambda: pytest.fail("built in the caller"))
+    assert native.ready(CARD) is None and native.ready(CARD) is None and native.wanted
+
+
+def test_leftovers_of_killed_builds_go(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
+    folder = native_build.path().parent
+    folder.mkdir(parents=True)
+    old, fresh = folder / "trine_kda_native-0-1.half", folder / "trine_kda_native-0-2.half"
+    for one in (old, fresh):
+        one.touch()
+    os.utime(old, (0, 0))
+    monkeypatch.setenv("CXX", "false --version")  # a command with an argument
+    with pytest.raises(RuntimeError, match="false failed with code 1"):
+        native_build.build()
+    assert list(folder.iterdir()) == [fresh]
 
 
 def test_the_module_tells_forms_apart(driver: Driver) -> None:

@@ -8,7 +8,9 @@
 // The module knows no CUDA header: the driver's cuLaunchKernel comes as an address, streams from torch's own interface.
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -29,11 +31,78 @@ namespace py = pybind11;
 namespace {
 
 using at::Tensor;
-using Tensors = std::vector<Tensor>;
+using Maybe = std::optional<Tensor>;  // None in Python
+using Tensors = std::vector<Tensor>;  // undefined ones where there is none
 
 // cuLaunchKernel: function, grid, block, bytes of shared memory, stream, parameters, extra.
 using LaunchFunction =
     int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+
+Tensors given(const std::vector<Maybe>& some) {
+  Tensors all;
+  all.reserve(some.size());
+  for (const auto& one : some) {
+    all.push_back(one.value_or(Tensor()));
+  }
+  return all;
+}
+
+std::vector<Maybe> found(const Tensors& all) {
+  std::vector<Maybe> some;
+  some.reserve(all.size());
+  for (const auto& one : all) {
+    some.push_back(one.defined() ? Maybe(one) : std::nullopt);
+  }
+  return some;
+}
+
+// Whether kernels may read a tensor at its address: a plain one, in memory, that begins at a multiple of 16 bytes and
+// has no forward-mode tangent, which kernels would drop.
+bool readable(const Tensor& x) {
+  static const c10::DispatchKeySet special(
+      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper,
+       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
+       c10::DispatchKey::ZeroTensor});
+  if (x.key_set().has_any(special) || x.layout() != at::kStrided || x._fw_grad(/*level=*/0).defined()) {
+    return false;
+  }
+  const auto address = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+  return address % 16 == 0 && (address != 0 || x.numel() == 0);
+}
+
+// Type, device, shape and strides as bytes that differ where any of them does.
+void append_form(std::string& key, const Tensor& x) {
+  const auto device = x.device();
+  const auto put = [&key](const void* from, size_t bytes) { key.append(static_cast<const char*>(from), bytes); };
+  const char head[] = {
+      '+', static_cast<char>(x.scalar_type()), static_cast<char>(device.type()), static_cast<char>(device.index()),
+      static_cast<char>(x.dim())};
+  put(head, sizeof(head));
+  put(x.sizes().data(), x.dim() * sizeof(int64_t));
+  put(x.strides().data(), x.dim() * sizeof(int64_t));
+}
+
+// The forms of tensors that kernels may read, '-' for those that are not there; nothing if they may not read one.
+std::optional<std::string> forms_of(const Tensors& tensors) {
+  std::string key;
+  key.reserve(2048);
+  for (const auto& x : tensors) {
+    if (!x.defined()) {
+      key.push_back('-');
+    } else if (readable(x)) {
+      append_form(key, x);
+    } else {
+      return std::nullopt;
+    }
+  }
+  return key;
+}
+
+// Whether somebody watches or answers torch's operators, as selective checkpointing does: memory may then be other than
+// asked for.
+bool watched() {
+  return c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
 
 struct Place {
   size_t tensor;   // an argument, the null pointer or a block
@@ -143,13 +212,14 @@ class Call : public torch::CustomClassHolder {
     return *forward_;
   }
 
-  std::shared_ptr<Program> backward() const {
+  // The program for a backward pass of saved tensors of these forms. Hooks may bring them back in other ones.
+  std::shared_ptr<Program> backward(const std::string& forms) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return backward_;
+    return forms == forms_ ? backward_ : nullptr;
   }
 
-  // Gradients by the Python function; with `keep` the program that it names is used from now on.
-  Tensors ask_python(const Tensors& saved, const Tensors& gradients, bool keep) const {
+  // Gradients by the Python function; the program that it names is used from now on for saved tensors of these forms.
+  Tensors ask_python(const Tensors& saved, const Tensors& gradients, std::optional<std::string> forms) const {
     const py::gil_scoped_acquire gil;
     try {
       const auto list = [](auto from, auto to) {
@@ -164,17 +234,15 @@ class Call : public torch::CustomClassHolder {
       };
       const auto middle = saved.begin() + kInputs;
       const auto function = py::reinterpret_borrow<py::object>(python_.ptr(getPyInterpreter()));
-      const auto found = py::tuple(function(
+      const auto answer = py::tuple(function(
           list(saved.begin(), middle), *middle, list(middle + 1, saved.end()), one(0), one(1)));
-      Tensors results;
-      for (const auto item : found[0]) {
-        results.push_back(item.is_none() ? Tensor() : item.cast<Tensor>());
-      }
-      if (keep && !found[1].is_none()) {
+      if (forms && !answer[1].is_none()) {
+        auto program = answer[1].cast<std::shared_ptr<Program>>();
         const std::lock_guard<std::mutex> lock(mutex_);
-        backward_ = found[1].cast<std::shared_ptr<Program>>();
+        backward_ = std::move(program);
+        forms_ = std::move(*forms);
       }
-      return results;
+      return given(answer[0].cast<std::vector<Maybe>>());
     } catch (py::error_already_set& error) {  // keep its type on the way through autograd's engine
       error.restore();
       python_error kept;
@@ -186,18 +254,21 @@ class Call : public torch::CustomClassHolder {
  private:
   std::shared_ptr<Program> forward_;
   mutable std::shared_ptr<Program> backward_;
+  mutable std::string forms_;  // of what `backward_` was recorded with
   mutable std::mutex mutex_;
   c10::SafePyObject python_;
 };
 
 // Whether a gradient has the form that a backward program is recorded for.
 bool plain(const Tensor& gradient, const Tensor& out) {
-  return gradient.defined() && gradient.scalar_type() == out.scalar_type() && gradient.device() == out.device() &&
-      gradient.sizes() == out.sizes() && gradient.is_contiguous() && !gradient.is_neg() &&
-      reinterpret_cast<uintptr_t>(gradient.const_data_ptr()) % 16 == 0;
+  return gradient.defined() && readable(gradient) && gradient.scalar_type() == out.scalar_type() &&
+      gradient.device() == out.device() && gradient.sizes() == out.sizes() && gradient.is_contiguous();
 }
 
-using Maybe = std::optional<Tensor>;
+// A tensor that keeps a call: of what a node may save, compiled autograd knows tensors.
+Tensor owning(const c10::intrusive_ptr<Call>& call) {
+  return at::from_blob(call.get(), {1}, [call](void*) {}, at::TensorOptions().dtype(at::kByte));
+}
 
 struct KDA : torch::autograd::Function<KDA> {
   static Tensors forward(
@@ -213,40 +284,38 @@ struct KDA : torch::autograd::Function<KDA> {
       const Maybe& state,
       const Maybe& bounds,
       const Maybe& error) {
-    Tensors given;
-    given.reserve(kInputs + 1 + kKept);
-    for (const auto* one : {&q, &k, &v, &gate, &beta, &a_log, &dt_bias, &state, &bounds, &error}) {
-      given.push_back(one->value_or(Tensor()));
-    }
-    auto results = call->forward().run(given);
+    auto kept = given({q, k, v, gate, beta, a_log, dt_bias, state, bounds, error});
+    const auto results = call->forward().run(kept);
     // The error word is no value to save: a hook that copies what is saved would part it from its device's.
-    ctx->saved_data["error"] = given.back();
-    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    given.back() = results[0];
-    given.insert(given.end(), results.begin() + 2, results.end());
-    ctx->save_for_backward(std::move(given));
+    ctx->saved_data["error"] = kept.back();
+    ctx->saved_data["call"] = owning(call);
+    // Without its history: where a hook raises, as checkpointing's do, the list would else hold its own node for ever.
+    kept.back() = results[0].detach();
+    kept.insert(kept.end(), results.begin() + 2, results.end());
+    ctx->save_for_backward(std::move(kept));
     ctx->set_materialize_grads(false);  // a loss on the output alone needs no zeros for the final state
     return results[1].defined() ? Tensors{results[0], results[1]} : Tensors{results[0]};
   }
 
   static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& gradients) {
     const auto saved = ctx->get_saved_variables();
-    const auto capsule = ctx->saved_data["call"].toCapsule();
-    const auto& call = static_cast<const Call&>(*capsule);
+    const auto owner = ctx->saved_data["call"].toTensor();
+    const auto& call = *static_cast<const Call*>(owner.const_data_ptr());
     const auto& out = saved[kInputs];
     const bool final_state = gradients.size() > 1 && gradients[1].defined();
-    const bool usual = !at::GradMode::is_enabled() && !final_state && plain(gradients[0], out);
-    const auto program = usual ? call.backward() : nullptr;
+    const bool usual = !at::GradMode::is_enabled() && !watched() && !final_state && plain(gradients[0], out);
+    const auto forms = usual ? forms_of(saved) : std::nullopt;
+    const auto program = forms ? call.backward(*forms) : nullptr;
     Tensors results;
     if (program) {
-      Tensors given(saved.begin(), saved.begin() + kStreams);
-      given.insert(given.end(), {out, gradients[0], Tensor()});
-      given.insert(given.end(), saved.begin() + kStreams, saved.begin() + kInputs);
-      given.push_back(ctx->saved_data["error"].toTensor());
-      given.insert(given.end(), saved.begin() + kInputs + 1, saved.end());
-      results = program->run(given);
+      Tensors arguments(saved.begin(), saved.begin() + kStreams);
+      arguments.insert(arguments.end(), {out, gradients[0], Tensor()});  // no gradient of a final state
+      arguments.insert(arguments.end(), saved.begin() + kStreams, saved.begin() + kInputs);
+      arguments.push_back(ctx->saved_data["error"].toTensor());
+      arguments.insert(arguments.end(), saved.begin() + kInputs + 1, saved.end());
+      results = program->run(arguments);
     } else {
-      results = call.ask_python(saved, gradients, usual);
+      results = call.ask_python(saved, gradients, forms);
     }
     results.resize(1 + kInputs + 1);  // one for each argument of `forward`, none for bounds, error word and call
     std::rotate(results.begin(), results.end() - 1, results.end());
@@ -259,56 +328,38 @@ std::vector<Maybe> apply(const c10::intrusive_ptr<Call>& call, const std::vector
   TORCH_CHECK(x.size() == kInputs + 1, "found ", x.size(), " arguments, need ", kInputs + 1);
   const py::gil_scoped_release released;
   const auto learns = [](const Maybe& one) { return one && one->requires_grad(); };
-  Tensors found;
-  if (at::GradMode::is_enabled() && std::any_of(x.begin(), x.end(), learns)) {
-    found = KDA::apply(call, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9]);
-  } else {
-    Tensors given;
-    given.reserve(x.size());
-    for (const auto& one : x) {
-      given.push_back(one.value_or(Tensor()));
-    }
-    found = call->forward().run(given);
-    found.resize(found[1].defined() ? 2 : 1);
-  }
-  return {found[0], found.size() > 1 ? Maybe(found[1]) : std::nullopt};
+  const bool differentiated = at::GradMode::is_enabled() && std::any_of(x.begin(), x.end(), learns);
+  auto results = differentiated ? KDA::apply(call, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9])
+                                : call->forward().run(given(x));
+  results.resize(2);
+  return found(results);
 }
 
-// What a call's replay depends on in a tuple of its tensors, as bytes: types, devices, shapes, strides, and whether a
-// gradient is wanted. None where nothing is to be replayed: a tensor that is no plain one in memory, has a forward-mode
-// tangent, begins at an address that is no multiple of 16, or lies on another card than the current one.
+// What a call's replay depends on in a tuple of its tensors, as bytes: forms, and whether a gradient is wanted. None
+// where nothing is to be replayed: something that kernels may not read or is on another card than the current one, or
+// torch's operators are watched.
 py::object forms(const py::tuple& tensors) {
-  static const c10::DispatchKeySet special(
-      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper,
-       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate});
+  if (watched()) {
+    return py::none();
+  }
   std::string key;
   key.reserve(1024);
   bool differentiated = false;
-  const auto put = [&key](const void* from, size_t bytes) { key.append(static_cast<const char*>(from), bytes); };
   for (const auto item : tensors) {
-    key.push_back(item.is_none() ? '-' : '+');
     if (item.is_none()) {
+      key.push_back('-');
       continue;
     }
-    if (!THPVariable_Check(item.ptr())) {
+    if (!THPVariable_Check(item.ptr()) || !readable(THPVariable_Unpack(item.ptr()))) {
       return py::none();
     }
     const Tensor& x = THPVariable_Unpack(item.ptr());
-    if (x.key_set().has_any(special) || x.layout() != at::kStrided || x._fw_grad(/*level=*/0).defined() ||
-        reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 != 0) {
-      return py::none();
-    }
     const auto device = x.device();
     if (device.is_cuda() && device != c10::impl::VirtualGuardImpl(device.type()).getDevice()) {
       return py::none();
     }
+    append_form(key, x);
     differentiated |= x.requires_grad();
-    const char head[] = {
-        static_cast<char>(x.scalar_type()), static_cast<char>(device.type()), static_cast<char>(device.index()),
-        static_cast<char>(x.dim())};
-    put(head, sizeof(head));
-    put(x.sizes().data(), x.dim() * sizeof(int64_t));
-    put(x.strides().data(), x.dim() * sizeof(int64_t));
   }
   key.push_back(differentiated && at::GradMode::is_enabled() ? '+' : '-');
   return py::bytes(key);
@@ -339,16 +390,7 @@ PYBIND11_MODULE(trine_kda_native, module) {
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
       .def(py::init<uintptr_t, size_t, size_t, std::vector<Round>, std::vector<int64_t>>())
       .def("run", [](const Program& program, const std::vector<Maybe>& arguments) {
-        Tensors given;
-        given.reserve(arguments.size());
-        for (const auto& one : arguments) {
-          given.push_back(one.value_or(Tensor()));
-        }
-        std::vector<Maybe> results;
-        for (auto& one : program.run(given)) {
-          results.push_back(one.defined() ? Maybe(std::move(one)) : std::nullopt);
-        }
-        return results;
+        return found(program.run(given(arguments)));
       });
   py::class_<Call, c10::intrusive_ptr<Call>>(module, "Call")
       .def(py::init<std::shared_ptr<Program>, py::object>());

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -23,16 +25,20 @@ NAME = "trine_kda_native"
 SOURCE = Path(__file__).with_name("native.cpp")
 
 
-def compiler() -> str | None:
-    """The C++ compiler: ``$CXX`` if that is set, else what is called c++ or g++ here."""
-    named = os.environ.get("CXX")
-    return shutil.which(named) if named else shutil.which("c++") or shutil.which("g++")
+def compiler() -> list[str] | None:
+    """The C++ compiler's command: ``$CXX`` if that is set, else what is called c++ or g++ here."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["c++"], ["g++"]]:
+        tool = shutil.which(command[0])
+        if tool is not None:
+            return [tool, *command[1:]]
+    return None
 
 
 @cache
 def path() -> Path:
-    """Where the module of this source, Python and torch belongs: below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    versions = f"{sys.implementation.cache_tag} {torch.__version__} {torch.version.git_version}"
+    """Where the module of this source, machine, Python and torch belongs: below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    versions = f"{sysconfig.get_config_var('EXT_SUFFIX')} {torch.__version__} {torch.version.git_version}"
     mark = hashlib.sha256(SOURCE.read_bytes() + versions.encode()).hexdigest()[:16]
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trine" / f"{NAME}-{mark}.so"
 
@@ -52,16 +58,22 @@ def build() -> Path:
         raise RuntimeError("native.cpp: needs a C++ compiler (c++ or g++, or CXX in the environment), found none")
     root = Path(torch.__file__).parent
     include = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
-    command = [tool, "-O1", "-shared", "-fPIC", "-std=c++20", *(f"-I{place}" for place in include), str(SOURCE)]
+    half = made.with_name(f"{made.stem}-{os.getpid()}.half")
+    command = [*tool, "-O1", "-shared", "-fPIC", "-std=c++20", *(f"-I{place}" for place in include), str(SOURCE)]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-L{root / 'lib'}"]
+    command += ["-o", str(half), "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
     made.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-        half = Path(folder) / made.name
-        command += ["-o", str(half), "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
+    for left in made.parent.glob(f"{NAME}-*.half"):
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > 3600:  # of a build that was killed
+                left.unlink()
+    try:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"native.cpp: {tool} failed with code {done.returncode}: {done.stderr[-2000:]}")
+            raise RuntimeError(f"native.cpp: {tool[0]} failed with code {done.returncode}: {done.stderr[-2000:]}")
         half.replace(made)  # whoever builds at the same time makes the same file
+    finally:
+        half.unlink(missing_ok=True)
     return made
 
 

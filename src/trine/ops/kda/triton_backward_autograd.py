@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trine.ops._autograd import differentiable_once
+from trine.ops._autograd import differentiable_once, refuse_tangents
 from trine.ops.kda.triton_backward import Gradients, kda_backward
 from trine.ops.kda.triton_config import Config, choose
 from trine.ops.kda.triton_forward import forward
 from trine.ops.kda.triton_native import NATIVE
-from trine.ops.kda.triton_problem import Kept
+from trine.ops.kda.triton_problem import Kept, in_memory
 from trine.ops.kda.triton_replay import ACTIVE
 
 
@@ -143,6 +143,8 @@ class TritonKDA(torch.autograd.Function):
         """Gradients of the eight tensors; None for ``cu_seqlens`` and the settings."""
         if d_out is None and d_final is None:
             return (None,) * 10
+        refuse_tangents("gradient of kda", (d_out, d_final))
+        d_out, d_final = in_memory(d_out), in_memory(d_final)
         saved = ctx.saved_tensors
         arguments = (*saved[:10], d_out, d_final, Kept.of(saved[10:]), ctx.settings)
         return (*backward_from(*arguments), None, None)

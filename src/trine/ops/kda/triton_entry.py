@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from trine.ops.kda.triton_backward_autograd import Settings, differentiable
 from trine.ops.kda.triton_decode import kda_step_triton
 from trine.ops.kda.triton_forward import forward
 from trine.ops.kda.triton_native import NATIVE
+from trine.ops.kda.triton_problem import in_memory
 from trine.ops.kda.triton_replay import ACTIVE
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -20,6 +22,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def traced(tensor: Tensor) -> bool:
     """Whether somebody traces this call: ``torch.compile``, or a tensor that is no plain one (fake, functional)."""
     return torch.compiler.is_compiling() or type(tensor) not in _PLAIN
+
+
+def _in_memory(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(in_memory(x) for x in tensors)
 
 
 def kda_triton(
@@ -51,6 +57,7 @@ def kda_triton(
     tracing = traced(q)
     if not tracing:
         refuse_tangents("kda", tensors)
+        q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens = tensors = _in_memory(tensors)
     if tracing or (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)):
         settings = Settings(
             lower_bound, qk_norm, beta_is_logit, beta_max, scale, plan, save == "factors", output_final_state
@@ -88,7 +95,11 @@ def step_triton(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``(output, state)`` of ``trine.ops.kda.kda_step``; arguments are taken as checked by it."""
+    """``(output, state)`` of ``trine.ops.kda.kda_step``; arguments are taken as checked by it.
+
+    Raises:
+        ValueError: a state that cannot be written in place.
+    """
     if traced(q):
         from trine.ops.kda.triton_library import kda_step_registered
 
@@ -98,6 +109,12 @@ def step_triton(
             inplace=inplace,
         )
     refuse_tangents("kda_step", (q, k, v, gate, beta, state, A_log, dt_bias))
+    given = state
+    q, k, v, gate, beta, state, A_log, dt_bias = _in_memory((q, k, v, gate, beta, state, A_log, dt_bias))
+    if inplace and state is not given:
+        raise ValueError(
+            "state: found a negated view or zeros without memory, need a tensor that can be written in place"
+        )
     return kda_step_triton(
         q, k, v, gate, beta, state, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
         qk_norm=qk_norm, beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, state_indices=state_indices,

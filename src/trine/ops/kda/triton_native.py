@@ -41,7 +41,7 @@ class Native:
     def __init__(self) -> None:
         self.module: Any = None
         self.calls: dict[Hashable, Any] = {}
-        self.wanted = os.environ.get("TRINE_NATIVE", "1") != "0"
+        self.wanted = os.environ.get("TRINE_NATIVE", "1").lower() not in ("0", "false", "no", "off")
         self._building: subprocess.Popen[str] | None = None
 
     def know(self, kind: Hashable | None, replay: Any | None, backward: Callable[..., Any] | None) -> None:
@@ -74,33 +74,34 @@ class Native:
         if self.module is not None or not self.wanted or device.type != "cuda":
             return self.module
         try:
-            return self.load() if self._built() else None
+            return self._load() if self._built() else None
         except (ImportError, OSError, RuntimeError) as error:
             self.wanted = False
             logger.warning("kda: calls are replayed in Python, 0.2 ms slower a forward and backward pass: %s", error)
             return None
 
     def _built(self) -> bool:
-        """Whether the module can be loaded; starts or watches its build.
+        """Whether the module is there; starts or watches its build.
 
         Raises:
             RuntimeError: why it cannot be built.
         """
         from trine.ops.kda import native_build
 
+        if native_build.path().exists():
+            return True
+        if os.environ.get("LOCAL_RANK", "") not in ("", "0"):
+            return False  # one process of a machine builds for all
         if self._building is None:
-            if native_build.path().exists():
-                return True
-            if int(os.environ.get("LOCAL_RANK", "0")):
-                return False  # one process of a machine builds for all
-            command = [sys.executable, "-P", str(Path(native_build.__file__))]
+            if not sys.executable:
+                raise RuntimeError("native.cpp: needs a Python to run native_build.py, found none (sys.executable)")
             self._building = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-        code = self._building.poll()
-        if code:
+                [sys.executable, "-P", str(Path(native_build.__file__))], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+        if self._building.poll():  # 0 says little: it is also what a forked process hears of its parent's child
             raise RuntimeError(self._building.communicate()[1].strip()[-2000:])
-        return code == 0
+        return False
 
     def load(self) -> Any:
         """The module, built here and now if need be.
@@ -112,12 +113,19 @@ class Native:
         if self.module is None:
             from trine.ops.kda import native_build
 
-            spec = importlib.util.spec_from_file_location(native_build.NAME, native_build.build())
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            self.module = module
+            native_build.build()
+            self._load()
         return self.module
+
+    def _load(self) -> Any:
+        from trine.ops.kda import native_build
+
+        spec = importlib.util.spec_from_file_location(native_build.NAME, native_build.path())
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self.module = module
+        return module
 
 
 NATIVE = Native()

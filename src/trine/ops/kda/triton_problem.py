@@ -129,6 +129,13 @@ def new_cuts(cuts: int, heads: int, value_width: int, key_block: int, device: to
     )
 
 
+def in_memory(tensor: Tensor | None) -> Tensor | None:
+    """``tensor`` itself if its memory holds its values; a copy of a negated view and of zeros that have no memory."""
+    if tensor is None or not (tensor.is_neg() or tensor._is_zerotensor()):
+        return tensor
+    return tensor.resolve_neg() if tensor.is_neg() else torch.zeros(tensor.shape).to(tensor)
+
+
 def even_rows(tensor: Tensor) -> Tensor:
     """``[B, T, H, X]`` itself if its rows are contiguous and its address is 16-byte aligned, else a copy that is.
 

@@ -311,13 +311,15 @@ class Memory:
 def kind_of(flags: Hashable, inputs: Inputs) -> Hashable | None:
     """What a replay of a call depends on.
 
-    None for calls that are not to be replayed: on another device than the current one, or with an address that is no
-    multiple of 16.
+    None for calls that are not to be replayed: on another device than the current one, with an address that is no
+    multiple of 16, or where a dispatch mode watches torch's operators and may answer them (selective checkpointing).
     """
     first = inputs[0]
     assert first is not None
     device = first.device
     if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        return None
+    if torch._C._len_torch_dispatch_stack():
         return None
     if NATIVE.module is not None:
         forms = NATIVE.module.forms(inputs)
