@@ -108,7 +108,7 @@ def calls_of(batch: int, tokens: int, heads: int, width: int, device: str) -> di
 
 def host_us(call: Callable[[], object], repeats: int, wait: Callable[[], None]) -> tuple[float, float]:
     """Best and median microseconds of one call; the device catches up every 16 calls, outside the time."""
-    for _ in range(5):
+    for _ in range(50):
         call()
     samples = []
     for i in range(repeats):

@@ -201,10 +201,21 @@ constexpr size_t kStreams = 5;  // those before A_log
 constexpr size_t kKept = 7;     // tensors that the forward pass leaves for the backward pass
 
 // One kind of call: its forward pass and, of one to be differentiated, its backward pass once that has been recorded.
-class Call : public torch::CustomClassHolder {
+// It is handed about as a tensor of one byte that owns it: of what a node may save, compiled autograd knows tensors.
+class Call {
  public:
   // ``python(inputs, out, kept, d_out, d_final)`` gives the gradients of all inputs but the bounds, and what replays
   // them (or None). It is itself None where no gradients are wanted.
+  static Tensor make(std::shared_ptr<Program> forward, py::object python) {
+    auto* made = new Call(std::move(forward), std::move(python));
+    return at::from_blob(
+        made, {1}, [](void* it) { delete static_cast<Call*>(it); }, at::TensorOptions().dtype(at::kByte));
+  }
+
+  static const Call& of(const Tensor& owner) {
+    return *static_cast<const Call*>(owner.const_data_ptr());
+  }
+
   Call(std::shared_ptr<Program> forward, py::object python)
       : forward_(std::move(forward)), python_(python.release().ptr(), getPyInterpreter()) {}
 
@@ -265,15 +276,10 @@ bool plain(const Tensor& gradient, const Tensor& out) {
       gradient.device() == out.device() && gradient.sizes() == out.sizes() && gradient.is_contiguous();
 }
 
-// A tensor that keeps a call: of what a node may save, compiled autograd knows tensors.
-Tensor owning(const c10::intrusive_ptr<Call>& call) {
-  return at::from_blob(call.get(), {1}, [call](void*) {}, at::TensorOptions().dtype(at::kByte));
-}
-
 struct KDA : torch::autograd::Function<KDA> {
   static Tensors forward(
       torch::autograd::AutogradContext* ctx,
-      const c10::intrusive_ptr<Call>& call,
+      const Maybe& call,
       const Maybe& q,
       const Maybe& k,
       const Maybe& v,
@@ -285,10 +291,12 @@ struct KDA : torch::autograd::Function<KDA> {
       const Maybe& bounds,
       const Maybe& error) {
     auto kept = given({q, k, v, gate, beta, a_log, dt_bias, state, bounds, error});
-    const auto results = call->forward().run(kept);
+    const auto results = Call::of(*call).forward().run(kept);
     // The error word is no value to save: a hook that copies what is saved would part it from its device's.
-    ctx->saved_data["error"] = kept.back();
-    ctx->saved_data["call"] = owning(call);
+    if (error) {
+      ctx->saved_data["error"] = *error;
+    }
+    ctx->saved_data["call"] = *call;
     // Without its history: where a hook raises, as checkpointing's do, the list would else hold its own node for ever.
     kept.back() = results[0].detach();
     kept.insert(kept.end(), results.begin() + 2, results.end());
@@ -300,7 +308,7 @@ struct KDA : torch::autograd::Function<KDA> {
   static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& gradients) {
     const auto saved = ctx->get_saved_variables();
     const auto owner = ctx->saved_data["call"].toTensor();
-    const auto& call = *static_cast<const Call*>(owner.const_data_ptr());
+    const auto& call = Call::of(owner);
     const auto& out = saved[kInputs];
     const bool final_state = gradients.size() > 1 && gradients[1].defined();
     const bool usual = !at::GradMode::is_enabled() && !watched() && !final_state && plain(gradients[0], out);
@@ -311,7 +319,8 @@ struct KDA : torch::autograd::Function<KDA> {
       Tensors arguments(saved.begin(), saved.begin() + kStreams);
       arguments.insert(arguments.end(), {out, gradients[0], Tensor()});  // no gradient of a final state
       arguments.insert(arguments.end(), saved.begin() + kStreams, saved.begin() + kInputs);
-      arguments.push_back(ctx->saved_data["error"].toTensor());
+      const auto error = ctx->saved_data.find("error");
+      arguments.push_back(error == ctx->saved_data.end() ? Tensor() : error->second.toTensor());
       arguments.insert(arguments.end(), saved.begin() + kInputs + 1, saved.end());
       results = program->run(arguments);
     } else {
@@ -324,13 +333,13 @@ struct KDA : torch::autograd::Function<KDA> {
 };
 
 // Output, and final state or None, of the nine inputs and the error word.
-std::vector<Maybe> apply(const c10::intrusive_ptr<Call>& call, const std::vector<Maybe>& x) {
+std::vector<Maybe> apply(const Tensor& call, const std::vector<Maybe>& x) {
   TORCH_CHECK(x.size() == kInputs + 1, "found ", x.size(), " arguments, need ", kInputs + 1);
   const py::gil_scoped_release released;
   const auto learns = [](const Maybe& one) { return one && one->requires_grad(); };
   const bool differentiated = at::GradMode::is_enabled() && std::any_of(x.begin(), x.end(), learns);
-  auto results = differentiated ? KDA::apply(call, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9])
-                                : call->forward().run(given(x));
+  auto results = differentiated ? KDA::apply(Maybe(call), x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9])
+                                : Call::of(call).forward().run(given(x));
   results.resize(2);
   return found(results);
 }
@@ -392,8 +401,7 @@ PYBIND11_MODULE(trine_kda_native, module) {
       .def("run", [](const Program& program, const std::vector<Maybe>& arguments) {
         return found(program.run(given(arguments)));
       });
-  py::class_<Call, c10::intrusive_ptr<Call>>(module, "Call")
-      .def(py::init<std::shared_ptr<Program>, py::object>());
+  module.def("call", &Call::make);
   module.def("apply", &apply);
   module.def("forms", &forms);
 }

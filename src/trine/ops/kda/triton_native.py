@@ -53,7 +53,7 @@ class Native:
         if program is not None:
             if len(self.calls) >= LIMIT:
                 self.calls.clear()
-            self.calls[kind] = self.module.Call(program, backward)
+            self.calls[kind] = self.module.call(program, backward)
 
     def again(self, call: Any, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None]:
         """Output and final state of a known kind of call; ``tensors`` are `kda`'s nine, in its order."""
