@@ -11,7 +11,7 @@ from trine.ops._errors import check_at_once, error_words
 from trine.ops.kda.triton_config import MAX_CHANNELS, MAX_DECAY, choose, refined
 from trine.ops.kda.triton_prepare import make_problem, prepare
 from trine.ops.kda.triton_problem import Kept
-from trine.ops.kda.triton_replay import Memory
+from trine.ops.kda.triton_replay import ACTIVE, Memory
 from trine.ops.kda.triton_scan import scan
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -96,6 +96,7 @@ def forward(
         return out, final, Kept(factors if keep == "factors" else None, None if keep == "nothing" else cuts)
 
     if q.is_cuda and device.index != torch._C._cuda_getDevice():
+        ACTIVE.latest = None
         with torch.cuda.device(device):
             found = plain()
     else:
