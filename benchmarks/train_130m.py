@@ -148,8 +148,9 @@ def main() -> int:
     name = torch.cuda.get_device_name() if device.type == "cuda" else None
     batches = rows(options.steps + options.held_out, options.tokens, device)
     batches, held_out = batches[: options.steps], batches[options.steps :]
-    records, failed = [], False
+    failed = False
     for precision in options.precisions.split(","):
+        records = []
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         choices: list[torch.Tensor] = []
         yardstick: list[float] = []
@@ -182,8 +183,8 @@ def main() -> int:
                     f"the loss fell from {losses[0]:.2f} to {losses[-1]:.2f}",  # type: ignore[index]
                 )
             )
-    if not options.no_write:
-        print(write_records(BENCHMARK, records, packages=("triton",), device=name))
+        if not options.no_write:
+            print(write_records(BENCHMARK, records, packages=("triton",), device=name), flush=True)
     return int(failed)
 
 

@@ -158,12 +158,13 @@ def check_card(cards: list[str]) -> Check:
         return Check("card", value, "note", "no bfloat16 matrix units: train in fp32", facts)
     if free < 0.5 * total:
         return Check("card", value, "warning", "another process holds most of its memory", facts)
-    from trine.ops.kda.native_build import compiler, path
+    from trine.ops.kda.native_build import lacking, path
 
-    facts["native"] = "built" if path().exists() else "to be built" if compiler() else None
+    lack = None if path().exists() else lacking()
+    facts["native"] = "built" if path().exists() else "to be built" if lack is None else None
     advice = "bfloat16 training and the Triton kernels run here"
-    if facts["native"] is None:
-        advice += "; with a C++ compiler (g++) KDA's calls would cost the host 0.2 ms less"
+    if lack is not None:
+        advice += f"; with {lack} KDA's calls would cost the host 0.2 ms less"
     return Check("card", value, "ok", advice, facts)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import sys
+import sysconfig
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -411,6 +412,12 @@ def test_without_a_compiler_replays_stay_in_python(
         "compiler (c++ or g++, or CXX in the environment), found none"
     ]
     assert not nothing_built.exists()
+
+
+def test_without_headers_the_message_says_so(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    with pytest.raises(RuntimeError, match=r"needs Python's headers .* in /nowhere, found none"):
+        native_build.build()
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(

@@ -35,6 +35,14 @@ def compiler() -> list[str] | None:
     return None
 
 
+def lacking() -> str | None:
+    """What a build needs and does not find here; None when it can be tried."""
+    if compiler() is None:
+        return "a C++ compiler (c++ or g++, or CXX in the environment)"
+    include = Path(sysconfig.get_paths()["include"])
+    return None if (include / "Python.h").exists() else f"Python's headers (python3-dev or the like) in {include}"
+
+
 @cache
 def path() -> Path:
     """Where the module of this source, machine, Python and torch belongs: below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
@@ -47,15 +55,15 @@ def build() -> Path:
     """Compile the module if it is not there yet, half a minute; nothing half-written is ever in its place.
 
     Raises:
-        RuntimeError: no C++ compiler, or what it said when it failed.
+        RuntimeError: what is lacking, or what the compiler said when it failed.
         OSError: the folder cannot be written.
     """
     made = path()
     if made.exists():
         return made
-    tool = compiler()
-    if tool is None:
-        raise RuntimeError("native.cpp: needs a C++ compiler (c++ or g++, or CXX in the environment), found none")
+    tool, lack = compiler(), lacking()
+    if tool is None or lack is not None:
+        raise RuntimeError(f"native.cpp: needs {lack}, found none")
     root = Path(torch.__file__).parent
     include = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
     half = made.with_name(f"{made.stem}-{os.getpid()}.half")
