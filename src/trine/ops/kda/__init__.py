@@ -166,6 +166,8 @@ def kda(
             if len(_CHECKED) >= 4096:
                 _CHECKED.clear()
             _CHECKED.add(kind)
+        else:
+            kind = None
     if run is None:
         from trine.ops.kda.triton_entry import kda_triton
 
@@ -173,7 +175,7 @@ def kda(
             q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
             beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,
             output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan, save=save,
-            kind=kind if kind is not None and kind in _CHECKED and isinstance(kind[0], bytes) else None,
+            kind=kind,
         )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with full_precision(q.device):

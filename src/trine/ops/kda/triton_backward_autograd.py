@@ -6,7 +6,6 @@ autograd runs without the interpreter. That one asks the Python function for all
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -151,7 +150,7 @@ class TritonKDA(torch.autograd.Function):
 
 
 def differentiable(
-    tensors: tuple[Tensor | None, ...], settings: Settings, kind: Hashable | None
+    tensors: tuple[Tensor | None, ...], settings: Settings, kind: tuple[object, ...] | None
 ) -> tuple[Tensor, Tensor | None]:
     """Output and final state of the nine ``tensors`` of ``forward_keeping``; ``kind`` as in `Native.know`."""
     result: tuple[Tensor, Tensor | None] = TritonKDA.apply(*tensors, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def kda_triton(
     cu_seqlens: Tensor | None = None,
     plan: str = "auto",
     save: str = "inputs",
-    kind: Hashable | None = None,
+    kind: tuple[object, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``(output, final_state)`` of ``trine.ops.kda.kda`` with the bounded gate; arguments as checked by it.
 

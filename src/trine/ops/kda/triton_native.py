@@ -12,7 +12,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,22 +35,24 @@ def launch_function() -> int:
     return address
 
 
+# native_build.py is imported where it is used: it also runs as a module, which must not have been imported before.
 class Native:
     """The module, its build, and the calls of known kinds (`trine.ops.kda.kda` makes kinds)."""
 
     def __init__(self) -> None:
         self.module: Any = None
-        self.calls: dict[Hashable, Any] = {}
+        self.calls: dict[tuple[object, ...] | None, Any] = {}
         self.wanted = os.environ.get("TRINE_NATIVE", "1").lower() not in ("0", "false", "no", "off")
         self._building: subprocess.Popen[str] | None = None
 
-    def know(self, kind: Hashable | None, replay: Any | None, backward: Callable[..., Any] | None) -> None:
+    def know(self, kind: tuple[object, ...] | None, replay: Any | None, backward: Callable[..., Any] | None) -> None:
         """From now on calls of this ``kind`` run in C++, if that is there for ``replay``; None is no kind or no replay.
 
         ``backward`` gives gradients by the Python function, None where none are wanted.
         """
         program = None if kind is None or replay is None else replay.program()
-        if program is not None:
+        # A kind of before the module was there, without bytes in front, says nothing of strides and alignment.
+        if program is not None and kind is not None and isinstance(kind[0], bytes):
             if len(self.calls) >= LIMIT:
                 self.calls.clear()
             self.calls[kind] = self.module.call(program, backward)
