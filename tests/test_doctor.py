@@ -195,3 +195,10 @@ def test_cards_are_read_from_the_driver(tmp_path: Path, monkeypatch: pytest.Monk
     assert doctor.listed_cards() == []
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert doctor.listed_cards() == []
+
+
+def test_brackets_of_an_advice_are_shown() -> None:
+    text = io.StringIO()
+    check = doctor.Check("triton", "[none]", "note", "`pip install -e '.[gpu]'` in the clone")
+    Console(file=text, width=200).print(doctor.as_table([check]))
+    assert "pip install -e '.[gpu]'" in text.getvalue() and "[none]" in text.getvalue()

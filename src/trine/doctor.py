@@ -71,6 +71,7 @@ def as_json(checks: list[Check]) -> dict[str, Any]:
 def as_table(checks: list[Check]) -> Table:
     """The examination as a table for a terminal."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -78,7 +79,8 @@ def as_table(checks: list[Check]) -> Table:
         table.add_column(heading, overflow="fold")
     marks = {"ok": "[green]ok[/]", "note": "[blue]note[/]", "warning": "[bold yellow]warn[/]"}
     for check in checks:
-        table.add_row(marks[check.status], check.name, check.value, check.advice)
+        # '.[gpu]' in an advice is no style of rich's
+        table.add_row(marks[check.status], check.name, escape(check.value), escape(check.advice))
     return table
 
 
