@@ -1,9 +1,10 @@
 """Host time of KDA's calls on a card: microseconds until the call returns, while the device works behind it.
 
-    python benchmarks/kda_host.py [--repeats 300] [--profile] [--out FOLDER]
+    python benchmarks/kda_host.py [--repeats 600] [--profile] [--out FOLDER]
     python benchmarks/kda_host.py --fake      on a CPU: every launch does nothing; nothing is written
 
 Medians of single asynchronous calls, replayed in C++ (``native.cpp``, built first) and, where it says so, in Python.
+All calls take turns, round after round, so that a busy spell of a shared host falls on all of them alike.
 ``autograd alone`` is a Python function of as many tensors that allocates gradients and launches nothing;
 ``one product`` is torch's own multiplication by a number: mostly handing the backward pass to the device's thread.
 ``one thread`` runs the backward pass on the calling thread (``torch.autograd.set_multithreading_enabled(False)``).
@@ -27,6 +28,7 @@ from torch import Tensor
 
 SHAPES = ((1, 64, 8, 128), (1, 1024, 16, 128))  # batch, tokens, heads, K = V
 IN_PYTHON = ", replayed in Python"
+ROUNDS = 12
 BARS = {"kda forward": 60, "kda forward + backward": 200}
 
 
@@ -106,9 +108,9 @@ def calls_of(batch: int, tokens: int, heads: int, width: int, device: str) -> di
     }
 
 
-def host_us(call: Callable[[], object], repeats: int, wait: Callable[[], None]) -> tuple[float, float]:
-    """Best and median microseconds of one call; the device catches up every 16 calls, outside the time."""
-    for _ in range(50):
+def host_us(call: Callable[[], object], warm_up: int, repeats: int, wait: Callable[[], None]) -> list[float]:
+    """Microseconds of every one of ``repeats`` calls; the device catches up every 16 calls, outside the time."""
+    for _ in range(warm_up):
         call()
     samples = []
     for i in range(repeats):
@@ -118,12 +120,12 @@ def host_us(call: Callable[[], object], repeats: int, wait: Callable[[], None]) 
         call()
         samples.append(1e6 * (time.perf_counter() - start))
     wait()
-    return min(samples), statistics.median(samples)
+    return samples
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=600, help="timed calls of each kind, a multiple of 12")
     parser.add_argument("--fake", action="store_true", help="no-op launches on the CPU")
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -140,10 +142,15 @@ def main() -> None:
     for shape in SHAPES:
         case = "host B{} T{} H{} K{}".format(*shape)
         calls = calls_of(*shape, device="cpu" if options.fake else "cuda")
-        for name in (*calls, *(name + IN_PYTHON for name in BARS)):
-            call = calls[name.removesuffix(IN_PYTHON)]
-            NATIVE.module, NATIVE.wanted = (None, False) if name.endswith(IN_PYTHON) else (module, True)
-            best, median = host_us(call, options.repeats, wait)
+        samples: dict[str, list[float]] = {name: [] for name in (*calls, *(name + IN_PYTHON for name in BARS))}
+        for turn in range(ROUNDS):
+            for name, times in samples.items():
+                call = calls[name.removesuffix(IN_PYTHON)]
+                NATIVE.module, NATIVE.wanted = (None, False) if name.endswith(IN_PYTHON) else (module, True)
+                times += host_us(call, 10 if turn else 50, options.repeats // ROUNDS, wait)
+        NATIVE.module, NATIVE.wanted = module, True
+        for name, times in samples.items():
+            best, median = min(times), statistics.median(times)
             bar = f"   bar {BARS[name]}" if name in BARS else ""
             print(f"{case:24s} {name:40s} median {median:7.1f} us   best {best:7.1f}{bar}", flush=True)
             note = "wall time of an asynchronous call" + (f"; bar {BARS[name]} us" if name in BARS else "")
@@ -152,7 +159,7 @@ def main() -> None:
                 profile = cProfile.Profile()
                 profile.enable()
                 for _ in range(options.repeats):
-                    call()
+                    calls[name]()
                 profile.disable()
                 pstats.Stats(profile).sort_stats("tottime").print_stats(20)
     if not options.fake:

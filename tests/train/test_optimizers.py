@@ -85,6 +85,23 @@ def test_rates_follow_the_factor(tiny: SimpleNamespace) -> None:
     assert optimizers.lr == pytest.approx(0.02)
 
 
+def test_muons_products_take_the_dtype_asked_for(tiny: SimpleNamespace) -> None:
+    """bfloat16 moves the matrices by its rounding and nothing else; on a CPU the masters' own dtype is the default."""
+    moved = {}
+    for dtype in (None, torch.float32, torch.bfloat16):
+        model = tiny.model()
+        optimizers = Optimizers(model, tiny.optimizer(), muon_dtype=dtype)
+        model.loss(tiny.batch(0))[0].backward()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizers.step()
+        moved[dtype] = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    matrices = {one.name for one in place(tiny.model()) if one.group == "muon"}
+    for name, exact in moved[torch.float32].items():
+        assert torch.equal(moved[None][name], exact)
+        gap = float((moved[torch.bfloat16][name] - exact).norm() / exact.norm())
+        assert (1e-4 < gap < 0.1) if name in matrices else gap == 0, (name, gap)
+
+
 def test_norm_and_clip_are_global(tiny: SimpleNamespace) -> None:
     model = tiny.model()
     optimizers = Optimizers(model, tiny.optimizer())

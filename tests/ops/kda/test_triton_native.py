@@ -225,6 +225,25 @@ def test_misuse_is_refused_as_everywhere_in_torch(driver: Driver) -> None:
             out.sum().backward()
 
 
+def test_fresh_memory_is_torchs_own(driver: Driver) -> None:
+    """Shape and dtype as asked; full of NaN where the user asks torch for deterministic algorithms."""
+    fresh = NATIVE.module.Round([], [(2, [3, 5], torch.float16)], None)
+    program = NATIVE.module.Program(driver.address, 1, 3, [fresh], [2, -1])
+    torch.use_deterministic_algorithms(True)
+    try:
+        filled, nothing = program.run([torch.ones(4)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert nothing is None
+    assert torch.equal(filled.isnan(), torch.ones(3, 5, dtype=torch.bool))
+    plain, _ = program.run([torch.ones(4)])
+    for x in (filled, plain):
+        assert (x.shape, x.stride(), x.dtype, x.device.type) == ((3, 5), (5, 1), torch.float16, "cpu")
+        assert x.untyped_storage().nbytes() == 30 and not x.requires_grad
+    plain.copy_(torch.arange(15).reshape(3, 5))
+    assert (plain + filled.nan_to_num(0)).sum() == 105
+
+
 def test_an_error_of_the_python_function_keeps_its_type(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     data = draw(tokens=5)
     for _ in range(2):

@@ -7,6 +7,8 @@
 //
 // The module knows no CUDA header: the driver's cuLaunchKernel comes as an address, streams from torch's own interface.
 
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DispatchKeySet.h>
@@ -127,6 +129,34 @@ struct Round {
   std::optional<Launch> launch;
 };
 
+// Fresh memory on one device. It is asked of torch's allocator itself, since torch.empty's way there takes as long again;
+// but torch.empty fills it with NaN where the user has asked for deterministic algorithms.
+class Source {
+ public:
+  explicit Source(c10::Device device)
+      : device_(device),
+        filled_(at::globalContext().deterministicAlgorithms() &&
+                at::globalContext().deterministicFillUninitializedMemory()) {
+    if (device.is_cuda()) {
+      backend_ = c10::DispatchKeySet(c10::DispatchKey::CUDA);
+      allocator_ = at::detail::getCUDAHooks().getCUDADeviceAllocator();
+    }
+  }
+
+  Tensor get(const Block& block) const {
+    if (filled_) {
+      return at::empty(block.shape, at::TensorOptions().device(device_).dtype(block.dtype));
+    }
+    return at::detail::empty_generic(block.shape, allocator_, backend_, block.dtype, std::nullopt);
+  }
+
+ private:
+  c10::Device device_;
+  bool filled_;
+  c10::DispatchKeySet backend_{c10::DispatchKey::CPU};
+  c10::Allocator* allocator_ = c10::GetAllocator(c10::DeviceType::CPU);
+};
+
 class Program {
  public:
   Program(uintptr_t launch, size_t arguments, size_t places, std::vector<Round> rounds, std::vector<int64_t> results)
@@ -140,7 +170,7 @@ class Program {
   Tensors run(const Tensors& arguments) const {
     TORCH_CHECK(arguments.size() == arguments_, "found ", arguments.size(), " arguments, need ", arguments_);
     const auto device = arguments[0].device();
-    const auto options = at::TensorOptions().device(device);
+    const Source source(device);
     void* stream = nullptr;
     if (device.is_cuda()) {
       stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
@@ -159,7 +189,7 @@ class Program {
         held[place].reset();
       }
       for (const auto& [place, block] : round.made) {
-        held[place] = at::empty(block.shape, options.dtype(block.dtype));
+        held[place] = source.get(block);
         at[place] = static_cast<char*>(held[place].data_ptr());
       }
       if (!round.launch) {
