@@ -1,6 +1,6 @@
 """Host time of KDA's calls on a card: microseconds until the call returns, while the device works behind it.
 
-    python benchmarks/kda_host.py [--repeats 600] [--profile] [--out FOLDER]
+    python benchmarks/kda_host.py [--repeats 600] [--one-core] [--profile] [--out FOLDER]
     python benchmarks/kda_host.py --fake      on a CPU: every launch does nothing; nothing is written
 
 Medians of single asynchronous calls, replayed in C++ (``native.cpp``, built first) and, where it says so, in Python.
@@ -8,6 +8,9 @@ All calls take turns, round after round, so that a busy spell of a shared host f
 ``autograd alone`` is a Python function of as many tensors that allocates gradients and launches nothing;
 ``one product`` is torch's own multiplication by a number: mostly handing the backward pass to the device's thread.
 ``one thread`` runs the backward pass on the calling thread (``torch.autograd.set_multithreading_enabled(False)``).
+``a layer of 8`` is an eighth of a chain of eight calls, each taking the output of the one before as its v: what a call
+costs in a model, where autograd starts once for all of them. ``--one-core`` keeps the process on one core, so that
+nothing waits for another core to wake up.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import ctypes
+import os
 import pstats
 import statistics
 import time
@@ -28,6 +32,8 @@ from torch import Tensor
 
 SHAPES = ((1, 64, 8, 128), (1, 1024, 16, 128))  # batch, tokens, heads, K = V
 IN_PYTHON = ", replayed in Python"
+LAYERS = 8
+LAYER = f"kda forward + backward, a layer of {LAYERS}"
 ROUNDS = 12
 BARS = {"kda forward": 60, "kda forward + backward": 200}
 
@@ -88,6 +94,15 @@ def calls_of(batch: int, tokens: int, heads: int, width: int, device: str) -> di
     def both(**options: Any) -> object:
         return torch.autograd.grad(kda(**leaves, **options)[0], wanted, upstream)
 
+    layers = [{name: x.clone().requires_grad_() for name, x in data.items() if name != "v"} for _ in range(LAYERS)]
+    chained = [leaves["v"], *(x for layer in layers for x in layer.values())]
+
+    def chain() -> object:
+        out = leaves["v"]
+        for layer in layers:
+            out = kda(v=out, **layer)[0]
+        return torch.autograd.grad(out, chained, upstream)
+
     def one_thread() -> object:
         with torch.autograd.set_multithreading_enabled(False):
             return both()
@@ -100,6 +115,7 @@ def calls_of(batch: int, tokens: int, heads: int, width: int, device: str) -> di
         "kernels backward": lambda: kda_backward(*streams, data["beta"], out, upstream, **parameters),
         "kda forward + backward": both,
         "kda forward + backward, one thread": one_thread,
+        LAYER: chain,
         "kda forward + backward, save=factors": lambda: both(save="factors"),
         "one product, forward + backward": lambda: torch.autograd.grad(
             2 * leaves["beta"], leaves["beta"], data["beta"]
@@ -126,6 +142,7 @@ def host_us(call: Callable[[], object], warm_up: int, repeats: int, wait: Callab
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=600, help="timed calls of each kind, a multiple of 12")
+    parser.add_argument("--one-core", action="store_true", help="keep the process on one core")
     parser.add_argument("--fake", action="store_true", help="no-op launches on the CPU")
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -138,21 +155,24 @@ def main() -> None:
 
     module = NATIVE.load()
     wait = (lambda: None) if options.fake else torch.cuda.synchronize
+    if options.one_core:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     records = []
     for shape in SHAPES:
-        case = "host B{} T{} H{} K{}".format(*shape)
+        case = "host B{} T{} H{} K{}".format(*shape) + (", one core" if options.one_core else "")
         calls = calls_of(*shape, device="cpu" if options.fake else "cuda")
         samples: dict[str, list[float]] = {name: [] for name in (*calls, *(name + IN_PYTHON for name in BARS))}
         for turn in range(ROUNDS):
             for name, times in samples.items():
                 call = calls[name.removesuffix(IN_PYTHON)]
                 NATIVE.module, NATIVE.wanted = (None, False) if name.endswith(IN_PYTHON) else (module, True)
-                times += host_us(call, 10 if turn else 50, options.repeats // ROUNDS, wait)
+                taken = host_us(call, 10 if turn else 50, options.repeats // ROUNDS, wait)
+                times += [us / LAYERS if name == LAYER else us for us in taken]
         NATIVE.module, NATIVE.wanted = module, True
         for name, times in samples.items():
             best, median = min(times), statistics.median(times)
             bar = f"   bar {BARS[name]}" if name in BARS else ""
-            print(f"{case:24s} {name:40s} median {median:7.1f} us   best {best:7.1f}{bar}", flush=True)
+            print(f"{case:34s} {name:43s} median {median:7.1f} us   best {best:7.1f}{bar}", flush=True)
             note = "wall time of an asynchronous call" + (f"; bar {BARS[name]} us" if name in BARS else "")
             records.append(Record("kda_host", case, name, ms=best / 1e3, median_ms=median / 1e3, note=note))
             if options.profile and name in BARS:
