@@ -141,12 +141,14 @@ def host_us(call: Callable[[], object], warm_up: int, repeats: int, wait: Callab
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=600, help="timed calls of each kind, a multiple of 12")
+    parser.add_argument("--repeats", type=int, default=600, help=f"timed calls of each kind, a multiple of {ROUNDS}")
     parser.add_argument("--one-core", action="store_true", help="keep the process on one core")
     parser.add_argument("--fake", action="store_true", help="no-op launches on the CPU")
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.repeats < ROUNDS:
+        parser.error(f"--repeats: found {options.repeats}, need at least {ROUNDS}")
     if options.fake:
         fake()
     elif not torch.cuda.is_available():

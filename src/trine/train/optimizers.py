@@ -111,9 +111,9 @@ class Optimizers:
     Args:
         model: its trainable parameters are taken as they are; build it in its final dtype and device first.
         config: rates, decay and constants.
-        muon_dtype: of Muon's matrix products. None takes bfloat16 on a card, which is several times faster, and the
-            masters' dtype on a CPU. Two runs on a card that shall differ by no more than fp32 rounding need float32:
-            where rounding turns the last bit of a bfloat16 operand, they part by 2^-9 of it.
+        muon_dtype: of Muon's matrix products. None takes bfloat16 on a card and the masters' dtype on a CPU. Two runs
+            on a card that shall differ by no more than fp32 rounding need float32: where rounding turns the last bit
+            of a bfloat16 operand, they part by 2^-9 of it.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, *, muon_dtype: torch.dtype | None = None) -> None:
