@@ -11,6 +11,7 @@ Import this module before torch is given its threads: ``threads(n)`` sets every 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -161,6 +162,9 @@ def peak_bytes(call: Callable[[], object]) -> int | None:
 
     call()  # warm, so that the code's own pages are not counted
     gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # else what the warm call left is used again unseen
+    if trim is not None:
+        trim(0)
     start = high = resident()
     done = threading.Event()
 

@@ -1,7 +1,7 @@
 """Host time of KDA's calls on a card: microseconds until the call returns, while the device works behind it.
 
     python benchmarks/kda_host.py [--repeats 600] [--one-core] [--profile] [--out FOLDER]
-    python benchmarks/kda_host.py --fake      on a CPU: every launch does nothing; nothing is written
+    python benchmarks/kda_host.py --fake      on a CPU with triton: every launch does nothing; nothing is written
 
 Medians of single asynchronous calls, replayed in C++ (``native.cpp``, built first) and, where it says so, in Python.
 All calls take turns, round after round, so that a busy spell of a shared host falls on all of them alike.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import ctypes
+import importlib.util
 import os
 import pstats
 import statistics
@@ -147,8 +148,10 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if options.repeats < ROUNDS:
-        parser.error(f"--repeats: found {options.repeats}, need at least {ROUNDS}")
+    if options.repeats < ROUNDS or options.repeats % ROUNDS:
+        parser.error(f"--repeats: found {options.repeats}, need a multiple of {ROUNDS}")
+    if importlib.util.find_spec("triton") is None:
+        parser.error("needs triton: pip install -e '.[gpu]'")
     if options.fake:
         fake()
     elif not torch.cuda.is_available():
@@ -175,7 +178,8 @@ def main() -> None:
             best, median = min(times), statistics.median(times)
             bar = f"   bar {BARS[name]}" if name in BARS else ""
             print(f"{case:34s} {name:43s} median {median:7.1f} us   best {best:7.1f}{bar}", flush=True)
-            note = "wall time of an asynchronous call" + (f"; bar {BARS[name]} us" if name in BARS else "")
+            note = f"an eighth of {LAYERS} chained calls" if name == LAYER else "wall time of an asynchronous call"
+            note += f"; bar {BARS[name]} us" if name in BARS else ""
             records.append(Record("kda_host", case, name, ms=best / 1e3, median_ms=median / 1e3, note=note))
             if options.profile and name in BARS:
                 profile = cProfile.Profile()

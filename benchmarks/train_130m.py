@@ -45,6 +45,7 @@ SYMBOLS = 512  # of the vocabulary that the documents use
 LIMIT = 1e-3
 SAME = ", same experts"
 RUNS = ("torch", "triton", "triton" + SAME, "nudged", "nudged" + SAME)
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RATES = Rates(muon=5e-4, embeddings=5e-4, other=2.5e-4)  # at the laptop's rates rounding alone soon parts two runs
 WARMUP = 10  # steps of linear warm-up; the first three are not timed
 
@@ -135,13 +136,30 @@ def train(
     return {"losses": losses, "reached": reached, "ms": statistics.median(times[3:] or times), "peak": peak}
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, need a whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(one) for one in text.split(",")]
+
+
+def _precisions(text: str) -> list[str]:
+    for one in text.split(","):
+        if one not in PRECISIONS:
+            raise argparse.ArgumentTypeError(f"found {one!r}, need some of {', '.join(PRECISIONS)}")
+    return text.split(",")
+
+
 def main() -> int:
     """Train, compare, record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--tokens", default="256,8192", help="tokens a step, one packed row")
-    parser.add_argument("--held-out", type=int, default=64, help="rows on which the trained models are compared")
-    parser.add_argument("--precisions", default="fp32,bf16")
+    parser.add_argument("--steps", type=_count, default=20)
+    parser.add_argument("--tokens", type=_counts, default="256,8192", help="tokens a step, one packed row")
+    parser.add_argument("--held-out", type=_count, default=64, help="rows on which the trained models are compared")
+    parser.add_argument("--precisions", type=_precisions, default="fp32,bf16")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="times the rates: 4 is where rounding shows")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-write", action="store_true", help="print only")
@@ -151,15 +169,15 @@ def main() -> int:
         raise SystemExit("benchmarks/train_130m.py needs a CUDA card, found none (--device cpu runs the torch path)")
     name = torch.cuda.get_device_name() if device.type == "cuda" else None
     failed = False
-    for tokens, precision in product(map(int, options.tokens.split(",")), options.precisions.split(",")):
+    for tokens, precision in product(options.tokens, options.precisions):
         batches = rows(options.steps + options.held_out, tokens, device)
         batches, held_out = batches[: options.steps], batches[options.steps :]
         records = []
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        dtype = PRECISIONS[precision]
         choices: list[torch.Tensor] = []
         yardstick: list[float] = []
         goal = math.nan
-        for run in RUNS:
+        for run in RUNS if device.type == "cuda" else [run for run in RUNS if not run.startswith("triton")]:
             one = train(run, batches, dtype, device, options.rate_factor, choices, held_out)
             losses = one["losses"]
             reached = float(one["reached"])  # type: ignore[arg-type]

@@ -166,6 +166,11 @@ def test_what_cannot_be_cut_is_refused(parameter: Tensor, blocks: int, message: 
         Muon([parameter], [blocks], lr=0.1)
 
 
+def test_float16_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compute_dtype: found torch.float16, need None, torch.bfloat16"):
+        Muon([torch.ones(2, 2)], [1], lr=0.1, compute_dtype=torch.float16)
+
+
 def test_every_parameter_needs_its_blocks() -> None:
     with pytest.raises(ValueError, match="blocks: found 1 numbers, need 2, one a parameter"):
         Muon([torch.zeros(2, 2), torch.zeros(2, 2)], [1], lr=0.1)

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, save
+from torch import nn
 
 from trine.train.errors import RunError
 from trine.train.optimizers import Optimizers, describe_groups, first_non_finite, head_blocks, place
@@ -100,6 +102,15 @@ def test_muons_products_take_the_dtype_asked_for(tiny: SimpleNamespace) -> None:
         assert torch.equal(moved[None][name], exact)
         gap = float((moved[torch.bfloat16][name] - exact).norm() / exact.norm())
         assert (1e-4 < gap < 0.1) if name in matrices else gap == 0, (name, gap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.complex64, "bfloat16"])
+@pytest.mark.parametrize("matrices", [True, False])
+def test_muon_in_other_dtypes_is_refused(tiny: SimpleNamespace, dtype: Any, matrices: bool) -> None:
+    """In float16 a matrix would overflow before it is scaled; the others have no products at all."""
+    model = tiny.model() if matrices else nn.LayerNorm(3)
+    with pytest.raises(ValueError, match=r"muon_dtype: found .*, need None, torch.bfloat16, torch.float32"):
+        Optimizers(model, tiny.optimizer(), muon_dtype=dtype)
 
 
 def test_norm_and_clip_are_global(tiny: SimpleNamespace) -> None:

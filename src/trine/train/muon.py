@@ -76,10 +76,12 @@ class Muon(torch.optim.Optimizer):
         lr: rate; the schedule writes ``param_groups[...]["lr"]``.
         momentum: of the running sum M <- momentum * M + G; the update uses G + momentum * M (Nesterov).
         weight_decay: decoupled: W <- W - lr * (update + weight_decay * W).
-        compute_dtype: of the iteration; None keeps the parameter's. bfloat16 is enough on a card.
+        compute_dtype: of the iteration: bfloat16, float32 or float64; None keeps the parameter's. bfloat16 is enough on
+            a card.
 
     Raises:
-        ValueError: a parameter that is no matrix or stack, not contiguous, or whose rows cannot be cut evenly.
+        ValueError: a parameter that is no matrix or stack, not contiguous, or whose rows cannot be cut evenly; another
+            ``compute_dtype``.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"blocks: found {len(counts)} numbers, need {len(parameters)}, one a parameter")
         for parameter, count in zip(parameters, counts, strict=True):
             check_blocks("parameters", parameter, count)
+        check_dtype("compute_dtype", compute_dtype)
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._compute_dtype = compute_dtype
         self._blocks = dict(zip(parameters, counts, strict=True))
@@ -155,6 +158,12 @@ def check_blocks(name: str, parameter: Tensor, blocks: int) -> None:
         raise ValueError(
             f"{name}: found {blocks} blocks, need a number that cuts shape {tuple(parameter.shape)} evenly"
         )
+
+
+def check_dtype(name: str, dtype: torch.dtype | None) -> None:
+    """Raise ValueError unless the iteration can be computed in ``dtype`` (named ``name``): float16 would overflow."""
+    if dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"{name}: found {dtype!r}, need None, torch.bfloat16, torch.float32 or torch.float64")
 
 
 def _chunks(parameters: Iterable[Tensor], blocks: Mapping[Tensor, int]) -> list[list[_Piece]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trine.train.config import OptimizerConfig
 from trine.train.errors import RunError
-from trine.train.muon import Muon, check_blocks
+from trine.train.muon import Muon, check_blocks, check_dtype
 
 GroupName = Literal["muon", "embeddings", "other"]
 
@@ -114,9 +114,13 @@ class Optimizers:
         muon_dtype: of Muon's matrix products. None takes bfloat16 on a card and the masters' dtype on a CPU. Two runs
             on a card that shall differ by no more than fp32 rounding need float32: where rounding turns the last bit
             of a bfloat16 operand, they part by 2^-9 of it.
+
+    Raises:
+        ValueError: ``muon_dtype`` is none of bfloat16, float32 and float64.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, *, muon_dtype: torch.dtype | None = None) -> None:
+        check_dtype("muon_dtype", muon_dtype)
         self.placements = place(model)
         parameters = dict(model.named_parameters())
         self._weights = {one.name: parameters[one.name] for one in self.placements}

@@ -242,6 +242,8 @@ def test_fresh_memory_is_torchs_own(driver: Driver) -> None:
         assert x.untyped_storage().nbytes() == 30 and not x.requires_grad
     plain.copy_(torch.arange(15).reshape(3, 5))
     assert (plain + filled.nan_to_num(0)).sum() == 105
+    with pytest.raises(RuntimeError, match="found a tensor on meta, need one on a CUDA card"):
+        program.run([torch.ones(4, device="meta")])
 
 
 def test_an_error_of_the_python_function_keeps_its_type(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,12 @@ bool readable(const Tensor& x) {
   return address % 16 == 0 && (address != 0 || x.numel() == 0);
 }
 
+// Whether a tensor lies where this thread allocates and launches: on its current card, or on the CPU.
+bool here(const Tensor& x) {
+  const auto device = x.device();
+  return !device.is_cuda() || device == c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
 // Type, device, shape and strides as bytes that differ where any of them does.
 void append_form(std::string& key, const Tensor& x) {
   const auto device = x.device();
@@ -129,8 +135,8 @@ struct Round {
   std::optional<Launch> launch;
 };
 
-// Fresh memory on one device. It is asked of torch's allocator itself, since torch.empty's way there takes as long again;
-// but torch.empty fills it with NaN where the user has asked for deterministic algorithms.
+// Fresh memory on one device, the current card or the CPU. It is asked of torch's allocator itself, since torch.empty's
+// way there takes as long again; but torch.empty fills it with NaN where the user wants deterministic algorithms.
 class Source {
  public:
   explicit Source(c10::Device device)
@@ -140,6 +146,8 @@ class Source {
     if (device.is_cuda()) {
       backend_ = c10::DispatchKeySet(c10::DispatchKey::CUDA);
       allocator_ = at::detail::getCUDAHooks().getCUDADeviceAllocator();
+    } else {
+      TORCH_CHECK(device.is_cpu(), "found a tensor on ", device, ", need one on a CUDA card");
     }
   }
 
@@ -341,7 +349,8 @@ struct KDA : torch::autograd::Function<KDA> {
     const auto& call = Call::of(owner);
     const auto& out = saved[kInputs];
     const bool final_state = gradients.size() > 1 && gradients[1].defined();
-    const bool usual = !at::GradMode::is_enabled() && !watched() && !final_state && plain(gradients[0], out);
+    const bool usual =
+        !at::GradMode::is_enabled() && !watched() && !final_state && plain(gradients[0], out) && here(out);
     const auto forms = usual ? forms_of(saved) : std::nullopt;
     const auto program = forms ? call.backward(*forms) : nullptr;
     Tensors results;
@@ -393,8 +402,7 @@ py::object forms(const py::tuple& tensors) {
       return py::none();
     }
     const Tensor& x = THPVariable_Unpack(item.ptr());
-    const auto device = x.device();
-    if (device.is_cuda() && device != c10::impl::VirtualGuardImpl(device.type()).getDevice()) {
+    if (!here(x)) {
       return py::none();
     }
     append_form(key, x);

@@ -86,6 +86,8 @@ def build() -> Path:
 
 
 if __name__ == "__main__":
+    if sys.stderr.isatty() and not path().exists():
+        print(f"building {path()}: half a minute, more on a busy machine", file=sys.stderr)
     try:
         print(build())
     except (RuntimeError, OSError) as error:
