@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from _common import RESULTS, Record, write_records
 from kda_host import BARS as HOST_BARS
-from kda_host import LAYER, calls_of, host_us
+from kda_host import calls_of, host_us
 from torch import Tensor
 
 BANDWIDTH = 4.3e12
@@ -397,7 +397,7 @@ class Bench:
 
         NATIVE.load()
         for name, call in calls_of(1, 64, 8, 128, "cuda").items():
-            if name.startswith("kda ") and name != LAYER:
+            if name.startswith("kda "):
                 median = statistics.median(host_us(call, 50, 200, torch.cuda.synchronize))
                 note = f"wall; bar {1e-3 * HOST_BARS[name]:.3f}" if name in HOST_BARS else "wall"
                 self.keep(f"host B1 T64 H8, {name}", "trine", ms=1e-3 * median, note=note)

@@ -18,14 +18,13 @@ from __future__ import annotations
 import argparse
 import cProfile
 import ctypes
-import importlib.util
 import os
 import pstats
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _common import RESULTS, Record, write_records
@@ -34,7 +33,6 @@ from torch import Tensor
 SHAPES = ((1, 64, 8, 128), (1, 1024, 16, 128))  # batch, tokens, heads, K = V
 IN_PYTHON = ", replayed in Python"
 LAYERS = 8
-LAYER = f"kda forward + backward, a layer of {LAYERS}"
 ROUNDS = 12
 BARS = {"kda forward": 60, "kda forward + backward": 200}
 
@@ -59,6 +57,13 @@ def fake() -> None:
     package._choice.why_no_card = lambda q: None
 
 
+class Timed(NamedTuple):
+    """What is timed; ``parts`` equal calls follow one another in it, and their time is that of one."""
+
+    run: Callable[[], object]
+    parts: int = 1
+
+
 class Alone(torch.autograd.Function):
     """As many tensors in and out as the operator has, gradients allocated, nothing else."""
 
@@ -74,7 +79,7 @@ class Alone(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:7])
 
 
-def calls_of(batch: int, tokens: int, heads: int, width: int, device: str) -> dict[str, Callable[[], object]]:
+def calls_of(batch: int, tokens: int, heads: int, width: int, device: str) -> dict[str, Timed]:
     """The calls to time, by name."""
     from trine.ops.kda import kda
     from trine.ops.kda.triton_backward import kda_backward
@@ -108,34 +113,35 @@ def calls_of(batch: int, tokens: int, heads: int, width: int, device: str) -> di
         with torch.autograd.set_multithreading_enabled(False):
             return both()
 
+    def product() -> object:
+        return torch.autograd.grad(2 * leaves["beta"], leaves["beta"], data["beta"])
+
     return {
-        "kernels forward": lambda: forward(**data),
-        "kda forward": lambda: kda(**data),
-        "kda forward packed": lambda: kda(**data, cu_seqlens=bounds),
-        "kda forward, to be differentiated": lambda: kda(**leaves),
-        "kernels backward": lambda: kda_backward(*streams, data["beta"], out, upstream, **parameters),
-        "kda forward + backward": both,
-        "kda forward + backward, one thread": one_thread,
-        LAYER: chain,
-        "kda forward + backward, save=factors": lambda: both(save="factors"),
-        "one product, forward + backward": lambda: torch.autograd.grad(
-            2 * leaves["beta"], leaves["beta"], data["beta"]
-        ),
-        "autograd alone, in Python": lambda: torch.autograd.grad(Alone.apply(*wanted), wanted, upstream),
+        "kernels forward": Timed(lambda: forward(**data)),
+        "kda forward": Timed(lambda: kda(**data)),
+        "kda forward packed": Timed(lambda: kda(**data, cu_seqlens=bounds)),
+        "kda forward, to be differentiated": Timed(lambda: kda(**leaves)),
+        "kernels backward": Timed(lambda: kda_backward(*streams, data["beta"], out, upstream, **parameters)),
+        "kda forward + backward": Timed(both),
+        "kda forward + backward, one thread": Timed(one_thread),
+        f"kda forward + backward, a layer of {LAYERS}": Timed(chain, LAYERS),
+        "kda forward + backward, save=factors": Timed(lambda: both(save="factors")),
+        "one product, forward + backward": Timed(product),
+        "autograd alone, in Python": Timed(lambda: torch.autograd.grad(Alone.apply(*wanted), wanted, upstream)),
     }
 
 
-def host_us(call: Callable[[], object], warm_up: int, repeats: int, wait: Callable[[], None]) -> list[float]:
-    """Microseconds of every one of ``repeats`` calls; the device catches up every 16 calls, outside the time."""
+def host_us(timed: Timed, warm_up: int, repeats: int, wait: Callable[[], None]) -> list[float]:
+    """Microseconds of every one of ``repeats`` runs; the device catches up every 16 runs, outside the time."""
     for _ in range(warm_up):
-        call()
+        timed.run()
     samples = []
     for i in range(repeats):
         if i % 16 == 0:
             wait()
         start = time.perf_counter()
-        call()
-        samples.append(1e6 * (time.perf_counter() - start))
+        timed.run()
+        samples.append(1e6 * (time.perf_counter() - start) / timed.parts)
     wait()
     return samples
 
@@ -150,7 +156,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.repeats < ROUNDS or options.repeats % ROUNDS:
         parser.error(f"--repeats: found {options.repeats}, need a multiple of {ROUNDS}")
-    if importlib.util.find_spec("triton") is None:
+    from trine.ops.kda._choice import triton_is_there
+
+    if not triton_is_there():
         parser.error("needs triton: pip install -e '.[gpu]'")
     if options.fake:
         fake()
@@ -171,21 +179,19 @@ def main() -> None:
             for name, times in samples.items():
                 call = calls[name.removesuffix(IN_PYTHON)]
                 NATIVE.module, NATIVE.wanted = (None, False) if name.endswith(IN_PYTHON) else (module, True)
-                taken = host_us(call, 10 if turn else 50, options.repeats // ROUNDS, wait)
-                times += [us / LAYERS if name == LAYER else us for us in taken]
+                times += host_us(call, 10 if turn else 50, options.repeats // ROUNDS, wait)
         NATIVE.module, NATIVE.wanted = module, True
         for name, times in samples.items():
             best, median = min(times), statistics.median(times)
             bar = f"   bar {BARS[name]}" if name in BARS else ""
             print(f"{case:34s} {name:43s} median {median:7.1f} us   best {best:7.1f}{bar}", flush=True)
-            note = f"an eighth of {LAYERS} chained calls" if name == LAYER else "wall time of an asynchronous call"
-            note += f"; bar {BARS[name]} us" if name in BARS else ""
+            note = "wall time of an asynchronous call" + (f"; bar {BARS[name]} us" if name in BARS else "")
             records.append(Record("kda_host", case, name, ms=best / 1e3, median_ms=median / 1e3, note=note))
             if options.profile and name in BARS:
                 profile = cProfile.Profile()
                 profile.enable()
                 for _ in range(options.repeats):
-                    calls[name]()
+                    calls[name].run()
                 profile.disable()
                 pstats.Stats(profile).sort_stats("tottime").print_stats(20)
     if not options.fake:

@@ -162,8 +162,9 @@ def check_card(cards: list[str]) -> Check:
         return Check("card", value, "warning", "another process holds most of its memory", facts)
     from trine.ops.kda.native_build import lacking, path
 
-    lack = None if path().exists() else lacking()
-    facts["native"] = "built" if path().exists() else "to be built" if lack is None else None
+    built = path().exists()
+    lack = None if built else lacking()
+    facts["native"] = "built" if built else "to be built" if lack is None else None
     advice = "bfloat16 training and the Triton kernels run here"
     if lack is not None:
         advice += f"; with {lack} KDA's calls would cost the host 0.2 ms less"

@@ -16,7 +16,7 @@ from trine.ops._backend import _say_once as say_once
 from trine.ops._backend import pick
 from trine.ops._sequences import check_cu_seqlens
 from trine.ops.kda._checks import PLANS, SAVES, TILE, check_factors, check_inputs, need_tensors
-from trine.ops.kda._choice import say_slow, why_not_triton
+from trine.ops.kda._choice import say_slow, traced, why_not_triton
 from trine.ops.kda.chunk import tiles_in_chunk
 from trine.ops.kda.gate import GATE_KINDS, bounded_gate, compute_dtype, full_precision
 from trine.ops.kda.layout import make_layout
@@ -44,7 +44,6 @@ __all__ = [
     "zero_state",
 ]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _CHECKED: set[tuple[object, ...] | None] = set()  # kinds of calls that have passed every check and go to the kernels
 
 
@@ -125,10 +124,10 @@ def kda(
             one way only, whatever this says: the torch path keeps its factors and chunk states.
 
     Returns:
-        output ``[B, T, HV, V]`` in v's dtype, and the final states ``[N, HV, K, V]`` or None. Differentiable once in q,
-        k, v, gate, beta, A_log, dt_bias and initial_state; a gradient of a gradient raises. Works inside
-        ``torch.compile(fullgraph=True)`` and CUDA graphs on the kernels (after one call that compiles them); on a CPU
-        compile without ``fullgraph``, as the layout of tiles is made on the host.
+        output ``[B, T, HV, V]`` in v's dtype, and the final states ``[N, HV, K, V]`` or None. Differentiable once in
+        every tensor but cu_seqlens; a gradient of a gradient raises. Works inside ``torch.compile(fullgraph=True)`` and
+        CUDA graphs on the kernels (after one call that compiles them); on a CPU compile without ``fullgraph``, as the
+        layout of tiles is made on the host.
 
     Outputs before t, and gradients of a loss on them, keep every bit when anything at or after t, or in another
     sequence, changes or is appended. On the CPU that includes changes to NaN or infinity, whose outputs are NaN from
@@ -139,8 +138,8 @@ def kda(
         ValueError: an argument of the wrong shape, dtype, device or value, by name.
         BackendUnavailable: an explicit backend that cannot run here.
     """
-    kind = None
-    if type(q) in _PLAIN and not torch.compiler.is_compiling():
+    kind = run = None
+    if not traced(q):
         tensors = (q, k, v, gate, beta, A_log, dt_bias, initial_state, cu_seqlens)
         options = (qk_norm, beta_is_logit, beta_max, scale, output_final_state, plan, backend, save)
         kind = _kind(tensors, (gate_kind, lower_bound, *options))
@@ -150,16 +149,13 @@ def kda(
             kind = call = None
         if call is not None:
             return NATIVE.again(call, tensors)
-    run = None
     if kind not in _CHECKED:
         need_tensors({"q": q})
         check_inputs(
             q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, gate_kind=gate_kind, lower_bound=lower_bound,
-            initial_state=initial_state, cu_seqlens=cu_seqlens, plan=plan,
+            initial_state=initial_state, cu_seqlens=cu_seqlens, plan=plan, save=save,
         )  # fmt: skip
         check_factors(scale, beta_max)
-        if save not in SAVES:
-            raise ValueError(f"save: found {save!r}, need one of {list(SAVES)}")
         run = _backend(backend, q, v, gate_kind, lower_bound, k, gate, beta)
         # Where the kernels run nothing that is checked is a value of a tensor, but those of bounds on the host.
         if run is None and kind is not None and (cu_seqlens is None or cu_seqlens.device.type != "cpu"):
@@ -174,8 +170,7 @@ def kda(
         return kda_triton(
             q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, qk_norm=qk_norm,
             beta_is_logit=beta_is_logit, beta_max=beta_max, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan, save=save,
-            kind=kind,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, plan=plan, save=save, kind=kind,
         )  # fmt: skip
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with full_precision(q.device):

@@ -114,6 +114,7 @@ def check_inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     plan: str,
+    save: str = "inputs",
 ) -> Sizes:
     """Check the arguments of ``kda`` (``q`` None: those of ``segment_state``) and return their sizes.
 
@@ -152,6 +153,8 @@ def check_inputs(
         check_decay(gate)
     if plan not in PLANS:
         raise ValueError(f"plan: found {plan!r}, need one of {list(PLANS)}")
+    if save not in SAVES:
+        raise ValueError(f"save: found {save!r}, need one of {list(SAVES)}")
     n = b
     if cu_seqlens is not None:
         if cu_seqlens.device != keys.device and cu_seqlens.device.type != "cpu":

@@ -15,6 +15,14 @@ from trine.ops._backend import BackendUnavailable
 _NO_TRITON = "needs the package triton (in the clone: .venv/bin/pip install -e '.[gpu]'), found none"
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def traced(tensor: Tensor) -> bool:
+    """Whether somebody traces this call: ``torch.compile``, or a tensor that is no plain one (fake, functional)."""
+    return torch.compiler.is_compiling() or type(tensor) not in _PLAIN
+
+
 @cache
 def triton_is_there() -> bool:
     """Whether the package triton is installed; it is not imported."""

@@ -137,9 +137,9 @@ struct Round {
 
 // Fresh memory on one device, the current card or the CPU. It is asked of torch's allocator itself, since torch.empty's
 // way there takes as long again; but torch.empty fills it with NaN where the user wants deterministic algorithms.
-class Source {
+class FreshMemory {
  public:
-  explicit Source(c10::Device device)
+  explicit FreshMemory(c10::Device device)
       : device_(device),
         filled_(at::globalContext().deterministicAlgorithms() &&
                 at::globalContext().deterministicFillUninitializedMemory()) {
@@ -178,7 +178,7 @@ class Program {
   Tensors run(const Tensors& arguments) const {
     TORCH_CHECK(arguments.size() == arguments_, "found ", arguments.size(), " arguments, need ", arguments_);
     const auto device = arguments[0].device();
-    const Source source(device);
+    const FreshMemory fresh(device);
     void* stream = nullptr;
     if (device.is_cuda()) {
       stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
@@ -197,7 +197,7 @@ class Program {
         held[place].reset();
       }
       for (const auto& [place, block] : round.made) {
-        held[place] = source.get(block);
+        held[place] = fresh.get(block);
         at[place] = static_cast<char*>(held[place].data_ptr());
       }
       if (!round.launch) {

@@ -8,19 +8,13 @@ import torch
 from torch import Tensor
 
 from trine.ops._autograd import refuse_tangents
+from trine.ops.kda._choice import traced
 from trine.ops.kda.triton_backward_autograd import Settings, differentiable
 from trine.ops.kda.triton_decode import kda_step_triton
 from trine.ops.kda.triton_forward import forward
 from trine.ops.kda.triton_native import NATIVE
 from trine.ops.kda.triton_problem import in_memory
 from trine.ops.kda.triton_replay import ACTIVE
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def traced(tensor: Tensor) -> bool:
-    """Whether somebody traces this call: ``torch.compile``, or a tensor that is no plain one (fake, functional)."""
-    return torch.compiler.is_compiling() or type(tensor) not in _PLAIN
 
 
 def _in_memory(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
