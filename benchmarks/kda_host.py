@@ -52,7 +52,7 @@ def fake() -> None:
     Kernel._load = load  # type: ignore[method-assign]
     Kernel.handle = lambda self, variant, index: (0, 32, 0)  # type: ignore[method-assign]
     nothing = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value  # returns 0, success, for the handle 0
-    triton_replay.launch_function = lambda: nothing  # type: ignore[assignment]
+    triton_replay.driver = lambda: {"cuLaunchKernel": nothing}
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
     package._choice.why_no_card = lambda q: None
 
@@ -169,7 +169,8 @@ def main() -> None:
     module = NATIVE.load()
     wait = (lambda: None) if options.fake else torch.cuda.synchronize
     if options.one_core:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})
     records = []
     for shape in SHAPES:
         case = "host B{} T{} H{} K{}".format(*shape) + (", one core" if options.one_core else "")
@@ -194,6 +195,8 @@ def main() -> None:
                     calls[name].run()
                 profile.disable()
                 pstats.Stats(profile).sort_stats("tottime").print_stats(20)
+    if options.one_core:  # torch's threads and the interpreter's end race for one core, and abort the process
+        os.sched_setaffinity(0, cores)
     if not options.fake:
         card = torch.cuda.get_device_name(0)
         print(write_records("kda_host", records, packages=("torch", "triton"), device=card, folder=options.out))

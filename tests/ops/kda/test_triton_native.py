@@ -10,9 +10,10 @@ import sysconfig
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,7 +25,16 @@ from torch.utils.checkpoint import checkpoint
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from trine.ops.kda import _CHECKED, _choice, kda, native_build, triton_backward, triton_forward, triton_replay
+from trine.ops.kda import (
+    _CHECKED,
+    _choice,
+    kda,
+    kda_reference,
+    native_build,
+    triton_backward,
+    triton_forward,
+    triton_replay,
+)
 from trine.ops.kda.triton_launch import Kernel, Variant, repair_interpreter
 from trine.ops.kda.triton_native import NATIVE, Native
 from trine.ops.kda.triton_replay import Memory
@@ -36,18 +46,125 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, 
 NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
+class Node(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS of cuda.h."""
+
+    _fields_ = (
+        ("function", ctypes.c_size_t),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("parameters", ctypes.POINTER(ctypes.c_void_p)),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
 class Driver:
-    """Stands in for the CUDA driver: a launch runs the kernel in Triton's interpreter on the addresses it is given."""
+    """Stands in for the CUDA driver: a launch runs the kernel in Triton's interpreter on the addresses it is given.
+
+    Graphs and their instances are numbers; setting a kernel's parameters copies them.
+    """
+
+    every: ClassVar[list[Driver]] = []  # programs that outlive their test still call it
 
     def __init__(self) -> None:
+        self.every.append(self)
         self.handles: list[tuple[Kernel, Variant]] = []
         self.launches = 0
         self.code = 0
-        numbers = [ctypes.c_uint] * 7
-        self._function = ctypes.CFUNCTYPE(
-            ctypes.c_int, ctypes.c_size_t, *numbers, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
-        )(self._launch)
-        self.address = ctypes.cast(self._function, ctypes.c_void_p).value
+        self.context = 7
+        self.capturing = 0
+        self.priority = 0
+        self.failing: set[str] = set()
+        self.graphs: dict[int, list[tuple[Any, ...] | None]] = {}  # also by their instances' numbers
+        self.graph_launches = 0
+        number, numbers, pointer = ctypes.c_size_t, [ctypes.c_uint] * 7, ctypes.c_void_p
+        out, many, node = ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(Node)
+        small = ctypes.POINTER(ctypes.c_int)
+        functions: dict[str, tuple[Callable[..., int], list[Any]]] = {
+            "cuLaunchKernel": (self._launch, [number, *numbers, pointer, many, pointer]),
+            "cuCtxGetCurrent": (self._context, [out]),
+            "cuCtxSetCurrent": (self._set_context, [number]),
+            "cuStreamIsCapturing": (self._is_capturing, [pointer, small]),
+            "cuStreamGetPriority": (self._priority, [pointer, small]),
+            "cuGraphCreate": (self._make, [out, ctypes.c_uint]),
+            "cuGraphAddKernelNode_v2": (self._add, [out, number, out, number, node]),
+            "cuGraphInstantiateWithFlags": (self._instantiate, [out, number, number]),
+            "cuGraphExecKernelNodeSetParams_v2": (self._set, [number, number, node]),
+            "cuGraphLaunch": (self._launch_graph, [number, pointer]),
+            "cuGraphDestroy": (self._destroy, [number]),
+            "cuGraphExecDestroy": (self._destroy, [number]),
+        }
+
+        def answer(name: str, function: Callable[..., int], *arguments: Any) -> int:
+            return 1 if name in self.failing else function(*arguments)
+
+        self._functions = {
+            name: ctypes.CFUNCTYPE(ctypes.c_int, *types)(partial(answer, name, one))
+            for name, (one, types) in functions.items()
+        }
+        self.addresses = {name: ctypes.cast(one, ctypes.c_void_p).value for name, one in self._functions.items()}
+
+    def _context(self, context: Any) -> int:
+        context[0] = self.context
+        return 0
+
+    def _set_context(self, context: int) -> int:
+        self.context = context
+        return 0
+
+    def _is_capturing(self, _: Any, status: Any) -> int:
+        status[0] = self.capturing
+        return 0
+
+    def _priority(self, _: Any, priority: Any) -> int:
+        priority[0] = self.priority
+        return 0
+
+    def _make(self, graph: Any, flags: int) -> int:
+        graph[0] = 1 + max(self.graphs, default=0)
+        self.graphs[graph[0]] = []
+        return flags
+
+    def _add(self, node: Any, graph: int, before: Any, count: int, what: Any) -> int:
+        kernels = self.graphs[graph]
+        assert (count, before[0] if count else 0) == ((1, len(kernels)) if kernels else (0, 0))  # one after another
+        kernels.append(None)
+        node[0] = len(kernels)
+        return 0 if what[0].function else 1
+
+    def _instantiate(self, instance: Any, graph: int, flags: int) -> int:
+        instance[0] = 100 + graph
+        self.graphs[100 + graph] = [None] * len(self.graphs[graph])
+        return flags
+
+    def _set(self, instance: int, node: int, what: Any) -> int:
+        it = what[0]
+        assert not (it.extra or it.kernel or it.context)
+        count = len(self.handles[it.function - 1][1].types) + 2
+        given = (ctypes.c_uint64.from_address(it.parameters[i]).value for i in range(count))
+        values = (ctypes.c_uint64 * count)(*given)
+        places = (ctypes.c_void_p * count)(*(ctypes.addressof(values) + 8 * i for i in range(count)))
+        numbers = (it.function, *it.grid, *it.block, it.shared, None)
+        self.graphs[instance][node - 1] = (
+            *numbers,
+            places,
+            values,
+        )  # values: kept alive, launches look at nothing there
+        return 0
+
+    def _launch_graph(self, instance: int, _: Any) -> int:
+        self.graph_launches += 1
+        codes = [self._launch(*arguments) for arguments in self.graphs[instance] if arguments is not None]
+        assert len(codes) == len(self.graphs[instance])
+        self.graphs[instance] = [None] * len(codes)
+        return max(codes)
+
+    def _destroy(self, graph: int) -> int:
+        del self.graphs[graph]
+        return 0
 
     def handle(self, kernel: Kernel, variant: Variant, index: int | None) -> tuple[int, int, int]:
         if (kernel, variant) not in self.handles:
@@ -55,7 +172,10 @@ class Driver:
         return self.handles.index((kernel, variant)) + 1, 32 * variant.options.num_warps, 512
 
     def _launch(self, function: int, *given: Any) -> int:
-        grid, _, _, threads, _, _, shared, _, parameters, _ = given
+        assert self.context == 7
+        grid, *ones, shared, _, parameters, _ = given
+        threads = ones.pop(2)
+        assert ones == [1, 1, 1, 1]
         kernel, variant = self.handles[function - 1]
         assert (threads, shared) == (32 * variant.options.num_warps, 512)
         arguments = [self._argument(kind, parameters[i]) for i, kind in enumerate(variant.types)]
@@ -85,7 +205,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(NATIVE, "module", NATIVE.load())
     monkeypatch.setattr(NATIVE, "calls", {})
     _CHECKED.clear()
-    monkeypatch.setattr(triton_replay, "launch_function", lambda: made.address)
+    monkeypatch.setattr(triton_replay, "driver", lambda: made.addresses)
     monkeypatch.setattr(Kernel, "handle", lambda kernel, variant, index: made.handle(kernel, variant, index))
     yield made
     _CHECKED.clear()
@@ -228,7 +348,7 @@ def test_misuse_is_refused_as_everywhere_in_torch(driver: Driver) -> None:
 def test_fresh_memory_is_torchs_own(driver: Driver) -> None:
     """Shape and dtype as asked; full of NaN where the user asks torch for deterministic algorithms."""
     fresh = NATIVE.module.Round([], [(2, [3, 5], torch.float16)], None)
-    program = NATIVE.module.Program(driver.address, 1, 3, [fresh], [2, -1])
+    program = NATIVE.module.Program(driver.addresses, 1, 3, [fresh], [2, -1])
     torch.use_deterministic_algorithms(True)
     try:
         filled, nothing = program.run([torch.ones(4)])
@@ -436,6 +556,10 @@ def test_without_a_compiler_replays_stay_in_python(
 
 
 def test_without_headers_the_message_says_so(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(native_build, "cuda_types", lambda: None)
+        with pytest.raises(RuntimeError, match=r"needs the cuda.h that comes with Triton .*, found none"):
+            native_build.build()
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     with pytest.raises(RuntimeError, match=r"needs Python's headers .* in /nowhere, found none"):
         native_build.build()
@@ -544,3 +668,70 @@ def test_the_module_tells_forms_apart(driver: Driver) -> None:
         special.append(mode.from_tensor(x))
     assert [forms((one,)) for one in special] == [None] * len(special)
     assert torch.func.vmap(lambda row: row * (forms((row,)) is None))(torch.ones(2, 4)).sum() == 8
+
+
+def test_kernels_are_launched_as_one_graph(driver: Driver) -> None:
+    """Made once for a stream, its parameters set anew by every call."""
+    first, other = ({name: x.detach() for name, x in draw(tokens=5, seed=seed).items()} for seed in (1, 2))
+    wanted = kda(**first)[0], kda_reference(**other, scale=0.25)[0]
+    for i in range(3):
+        assert torch.equal(kda(**first)[0], wanted[0])
+        assert (driver.graph_launches, driver.launches, len(driver.graphs)) == (i + 1, 2 * (i + 1), 2)
+    torch.testing.assert_close(kda(**other)[0], wanted[1], rtol=2e-5, atol=2e-5)
+    assert driver.graph_launches == 4
+    NATIVE.calls.clear()
+    triton_forward.MEMORY._kept.clear()
+    triton_replay.ACTIVE.latest = None
+    gc.collect()
+    assert driver.graphs == {}
+
+
+def test_a_thread_without_a_context_is_given_the_recorded_one(driver: Driver) -> None:
+    data = {name: x.detach() for name, x in draw(tokens=5).items()}
+    wanted, _ = kda(**data)
+    kda(**data)
+    driver.context = 0
+    assert torch.equal(kda(**data)[0], wanted)
+    assert driver.launches == 4
+
+
+WITHOUT_GRAPHS: dict[str, Callable[[Driver], object]] = {
+    "another graph is being captured": lambda driver: setattr(driver, "capturing", 1),
+    "the state of a capture is unknown": lambda driver: driver.failing.add("cuStreamIsCapturing"),
+    "a stream of a priority": lambda driver: setattr(driver, "priority", -1),
+    "an old driver": lambda driver: driver.addresses.pop("cuGraphAddKernelNode_v2"),
+    "no graph can be made": lambda driver: driver.failing.add("cuGraphCreate"),
+    "a kernel that does not fit": lambda driver: driver.failing.add("cuGraphAddKernelNode_v2"),
+    "no instance can be made": lambda driver: driver.failing.add("cuGraphInstantiateWithFlags"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRAPHS)
+def test_where_there_is_no_graph_kernels_are_launched_one_by_one(driver: Driver, name: str) -> None:
+    WITHOUT_GRAPHS[name](driver)
+    data = draw(tokens=5)
+    wanted = python(data)
+    for _ in range(3):
+        out, _ = kda(**data)
+        torch.manual_seed(9)
+        gradients = torch.autograd.grad(out, list(data.values()), torch.randn_like(out))
+    same((out, *gradients), wanted)
+    assert driver.launches > 4 and driver.graph_launches == 0
+
+
+def test_kernels_between_which_memory_goes_back_are_launched_at_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may be given that memory, and its work must come after the launches that read it."""
+    monkeypatch.setattr(triton_replay, "_SMALL", 0)
+    data = draw()
+    wanted = python(data)
+    for _ in range(3):
+        out, _ = kda(**data)
+        before = driver.graph_launches
+        torch.manual_seed(9)
+        same((out, *torch.autograd.grad(out, list(data.values()), torch.randn_like(out))), wanted)
+        assert driver.graph_launches == before
+    for backward in triton_backward.MEMORY._kept.values():
+        assert backward is not None and any(gone for gone, _, _ in backward.rounds)
+    assert driver.launches > 4

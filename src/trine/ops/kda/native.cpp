@@ -5,7 +5,10 @@
 // node of the graph, so that autograd's device thread runs the latter without waiting for the interpreter. A backward
 // pass of any other form (a final state's gradient, strides, a graph of the graph) goes to the Python function.
 //
-// The module knows no CUDA header: the driver's cuLaunchKernel comes as an address, streams from torch's own interface.
+// Kernels of a call are launched as one graph of the driver's, a fifth of the time of launching them one by one. Its
+// functions come as addresses, from the driver that is there; of CUDA only types are used, from Triton's cuda.h.
+
+#include <cuda.h>
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -21,6 +24,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -36,9 +40,44 @@ using at::Tensor;
 using Maybe = std::optional<Tensor>;  // None in Python
 using Tensors = std::vector<Tensor>;  // undefined ones where there is none
 
-// cuLaunchKernel: function, grid, block, bytes of shared memory, stream, parameters, extra.
-using LaunchFunction =
-    int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+// The driver's functions, from their addresses by name. One before CUDA 12.0 has not all that graphs need.
+struct Driver {
+  decltype(&cuLaunchKernel) launch;
+  decltype(&cuCtxGetCurrent) context;
+  decltype(&cuCtxSetCurrent) set_context;
+  decltype(&cuStreamIsCapturing) is_capturing;
+  decltype(&cuStreamGetPriority) priority_of;
+  decltype(&cuGraphCreate) make_graph;
+  decltype(&cuGraphDestroy) destroy_graph;
+  decltype(&cuGraphAddKernelNode) add_kernel;
+  decltype(&cuGraphInstantiate) instantiate;
+  decltype(&cuGraphExecDestroy) destroy_instance;
+  decltype(&cuGraphExecKernelNodeSetParams) set_parameters;
+  decltype(&cuGraphLaunch) launch_graph;
+  bool graphs = true;
+
+  explicit Driver(const std::map<std::string, uintptr_t>& addresses) {
+    const auto take = [&](auto& function, const char* name) {
+      const auto found = addresses.find(name);
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
+          found == addresses.end() ? uintptr_t(0) : found->second);
+      graphs = graphs && function != nullptr;
+    };
+    take(launch, "cuLaunchKernel");
+    TORCH_CHECK(launch != nullptr, "found no address of cuLaunchKernel");
+    take(context, "cuCtxGetCurrent");
+    take(set_context, "cuCtxSetCurrent");
+    take(is_capturing, "cuStreamIsCapturing");
+    take(priority_of, "cuStreamGetPriority");
+    take(make_graph, "cuGraphCreate");
+    take(destroy_graph, "cuGraphDestroy");
+    take(add_kernel, "cuGraphAddKernelNode_v2");
+    take(instantiate, "cuGraphInstantiateWithFlags");
+    take(destroy_instance, "cuGraphExecDestroy");
+    take(set_parameters, "cuGraphExecKernelNodeSetParams_v2");
+    take(launch_graph, "cuGraphLaunch");
+  }
+};
 
 Tensors given(const std::vector<Maybe>& some) {
   Tensors all;
@@ -118,10 +157,127 @@ struct Place {
 };
 
 struct Launch {
-  void* function;
+  CUfunction function;
   unsigned grid, threads, shared;
   std::vector<Place> pointers;
   std::vector<uint64_t> numbers;  // bit patterns, in the low bytes
+
+  size_t parameters() const {
+    return pointers.size() + numbers.size() + 2;  // two scratch buffers of Triton's, which these kernels do not have
+  }
+};
+
+void check(CUresult code) {
+  TORCH_CHECK(code == CUDA_SUCCESS, "launching a KDA kernel failed with CUDA driver error ", int(code));
+}
+
+void launch_one(const Driver& driver, const Launch& launch, CUstream stream, void** parameters) {
+  check(driver.launch(
+      launch.function, launch.grid, 1, 1, launch.threads, 1, 1, launch.shared, stream, parameters, nullptr));
+}
+
+// Kernels that run one after another, as a graph of the driver's for every stream that they are launched on: launches
+// of one graph wait for one another, whatever their streams.
+class Chain {
+ public:
+  Chain(const Driver& driver, std::vector<const Launch*> launches) : driver_(driver), launches_(std::move(launches)) {}
+  Chain(const Chain&) = delete;
+  Chain& operator=(const Chain&) = delete;
+
+  ~Chain() {  // the driver itself waits for graphs that still run
+    for (const auto& one : graphs_) {
+      if (one.instance != nullptr) {
+        driver_.destroy_instance(one.instance);
+      }
+      if (one.graph != nullptr) {
+        driver_.destroy_graph(one.graph);
+      }
+    }
+  }
+
+  // Launch all, with the addresses of each kernel's parameters.
+  void launch(CUstream stream, const std::vector<void**>& parameters) {
+    if (!launch_graph(stream, parameters)) {
+      for (size_t i = 0; i < launches_.size(); ++i) {
+        launch_one(driver_, *launches_[i], stream, parameters[i]);
+      }
+    }
+  }
+
+ private:
+  // False where it has to be done one by one: where another graph is being captured, on a stream with a priority, on
+  // the fifth stream, by an old driver.
+  bool launch_graph(CUstream stream, const std::vector<void**>& parameters) {
+    CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
+    if (!driver_.graphs || driver_.is_capturing(stream, &capture) != CUDA_SUCCESS ||
+        capture != CU_STREAM_CAPTURE_STATUS_NONE) {
+      return false;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto* graph = graph_for(stream, parameters);
+    if (graph == nullptr) {
+      return false;
+    }
+    for (size_t i = 0; i < launches_.size(); ++i) {
+      const auto node = node_of(*launches_[i], parameters[i]);
+      check(driver_.set_parameters(graph->instance, graph->kernels[i], &node));
+    }
+    check(driver_.launch_graph(graph->instance, stream));
+    return true;
+  }
+
+  struct Graph {
+    CUstream stream;
+    CUgraph graph = nullptr;
+    CUgraphExec instance = nullptr;  // none where the stream is not for graphs
+    std::vector<CUgraphNode> kernels;
+  };
+
+  static CUDA_KERNEL_NODE_PARAMS node_of(const Launch& launch, void** parameters) {
+    CUDA_KERNEL_NODE_PARAMS node{};
+    node.func = launch.function;
+    node.gridDimX = launch.grid;
+    node.gridDimY = node.gridDimZ = 1;
+    node.blockDimX = launch.threads;
+    node.blockDimY = node.blockDimZ = 1;
+    node.sharedMemBytes = launch.shared;
+    node.kernelParams = parameters;
+    return node;
+  }
+
+  // Made by the first launch on a stream.
+  const Graph* graph_for(CUstream stream, const std::vector<void**>& parameters) {
+    for (const auto& one : graphs_) {
+      if (one.stream == stream) {
+        return one.instance == nullptr ? nullptr : &one;
+      }
+    }
+    if (graphs_.size() == kGraphs) {
+      return nullptr;
+    }
+    auto& made = graphs_.emplace_back();
+    made.stream = stream;
+    int priority = 0;
+    bool good = driver_.priority_of(stream, &priority) == CUDA_SUCCESS && priority == 0 &&
+        driver_.make_graph(&made.graph, 0) == CUDA_SUCCESS;
+    for (size_t i = 0; good && i < launches_.size(); ++i) {
+      const auto node = node_of(*launches_[i], parameters[i]);
+      CUgraphNode kernel = nullptr;
+      const auto* before = made.kernels.empty() ? nullptr : &made.kernels.back();
+      good = driver_.add_kernel(&kernel, made.graph, before, made.kernels.size() ? 1 : 0, &node) == CUDA_SUCCESS;
+      made.kernels.push_back(kernel);
+    }
+    if (!good || driver_.instantiate(&made.instance, made.graph, 0) != CUDA_SUCCESS) {
+      made.instance = nullptr;
+    }
+    return made.instance == nullptr ? nullptr : &made;
+  }
+
+  static constexpr size_t kGraphs = 4;
+  const Driver& driver_;
+  const std::vector<const Launch*> launches_;
+  std::mutex mutex_;
+  std::vector<Graph> graphs_;
 };
 
 struct Block {
@@ -167,21 +323,44 @@ class FreshMemory {
 
 class Program {
  public:
-  Program(uintptr_t launch, size_t arguments, size_t places, std::vector<Round> rounds, std::vector<int64_t> results)
-      : launch_(reinterpret_cast<LaunchFunction>(launch)),
+  Program(
+      const std::map<std::string, uintptr_t>& driver,
+      size_t arguments,
+      size_t places,
+      std::vector<Round> rounds,
+      std::vector<int64_t> results)
+      : driver_(driver),
         arguments_(arguments),
         places_(places),
         rounds_(std::move(rounds)),
-        results_(std::move(results)) {}
+        results_(std::move(results)) {
+    std::vector<const Launch*> launches;
+    bool released = false;
+    for (const auto& round : rounds_) {
+      released = released || !round.released.empty();
+      if (round.launch) {
+        launches.push_back(&*round.launch);
+        parameters_ += round.launch->parameters();
+      }
+    }
+    // What goes back between two launches may be given to another thread at once, whose work on it must come later.
+    if (!released && !launches.empty()) {
+      chain_ = std::make_unique<Chain>(driver_, std::move(launches));
+    }
+    if (driver_.context != nullptr && driver_.context(&context_) != CUDA_SUCCESS) {
+      context_ = nullptr;
+    }
+  }
 
   // Results of the call on these arguments, whose forms are those recorded; undefined ones where there is none.
   Tensors run(const Tensors& arguments) const {
     TORCH_CHECK(arguments.size() == arguments_, "found ", arguments.size(), " arguments, need ", arguments_);
     const auto device = arguments[0].device();
     const FreshMemory fresh(device);
-    void* stream = nullptr;
+    use_context();
+    CUstream stream = nullptr;
     if (device.is_cuda()) {
-      stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+      stream = static_cast<CUstream>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
     }
     Tensors held(places_);
     std::vector<char*> at(places_, nullptr);
@@ -190,8 +369,13 @@ class Program {
         at[i] = static_cast<char*>(const_cast<void*>(arguments[i].const_data_ptr()));
       }
     }
-    std::vector<uint64_t> values;
-    std::vector<void*> parameters;
+    std::vector<uint64_t> values(parameters_, 0);
+    std::vector<void*> addresses(parameters_);
+    for (size_t i = 0; i < parameters_; ++i) {
+      addresses[i] = &values[i];
+    }
+    size_t filled = 0;
+    std::vector<void**> chained;  // of every launch, the addresses of its parameters
     for (const auto& round : rounds_) {
       for (const auto place : round.released) {
         held[place].reset();
@@ -204,20 +388,21 @@ class Program {
         continue;
       }
       const auto& launch = *round.launch;
-      values.clear();
+      auto value = values.begin() + filled;
       for (const auto& pointer : launch.pointers) {
         char* start = at[pointer.tensor];
-        values.push_back(reinterpret_cast<uint64_t>(start == nullptr ? nullptr : start + pointer.offset));
+        *value++ = reinterpret_cast<uint64_t>(start == nullptr ? nullptr : start + pointer.offset);
       }
-      values.insert(values.end(), launch.numbers.begin(), launch.numbers.end());
-      values.insert(values.end(), 2, 0);  // Triton's two scratch buffers, which these kernels do not have
-      parameters.resize(values.size());
-      for (size_t i = 0; i < values.size(); ++i) {
-        parameters[i] = &values[i];
+      std::copy(launch.numbers.begin(), launch.numbers.end(), value);
+      if (chain_) {
+        chained.push_back(&addresses[filled]);
+      } else {
+        launch_one(driver_, launch, stream, &addresses[filled]);
       }
-      const int code = launch_(
-          launch.function, launch.grid, 1, 1, launch.threads, 1, 1, launch.shared, stream, parameters.data(), nullptr);
-      TORCH_CHECK(code == 0, "launching a KDA kernel failed with CUDA driver error ", code);
+      filled += launch.parameters();
+    }
+    if (chain_) {
+      chain_->launch(stream, chained);
     }
     Tensors results;
     results.reserve(results_.size());
@@ -228,10 +413,20 @@ class Program {
   }
 
  private:
-  LaunchFunction launch_;
-  size_t arguments_, places_;
+  // A thread that has asked nothing of the card yet has no context, and the driver takes no launches from it.
+  void use_context() const {
+    CUcontext current = nullptr;
+    if (context_ != nullptr && driver_.context(&current) == CUDA_SUCCESS && current == nullptr) {
+      check(driver_.set_context(context_));
+    }
+  }
+
+  const Driver driver_;
+  CUcontext context_ = nullptr;  // of the thread that recorded the call
+  size_t arguments_, places_, parameters_ = 0;
   std::vector<Round> rounds_;
   std::vector<int64_t> results_;
+  std::unique_ptr<Chain> chain_;  // none where kernels are launched as soon as their memory is there
 };
 
 constexpr size_t kInputs = 9;   // q, k, v, gate, beta, A_log, dt_bias, initial state, bounds
@@ -418,7 +613,7 @@ PYBIND11_MODULE(trine_kda_native, module) {
   py::class_<Launch>(module, "Launch")
       .def(py::init([](uintptr_t function, unsigned grid, unsigned threads, unsigned shared,
                        const std::vector<std::pair<size_t, int64_t>>& pointers, std::vector<uint64_t> numbers) {
-        Launch made{reinterpret_cast<void*>(function), grid, threads, shared, {}, std::move(numbers)};
+        Launch made{reinterpret_cast<CUfunction>(function), grid, threads, shared, {}, std::move(numbers)};
         for (const auto& [tensor, offset] : pointers) {
           made.pointers.push_back({tensor, offset});
         }
@@ -435,7 +630,8 @@ PYBIND11_MODULE(trine_kda_native, module) {
         return round;
       }));
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
-      .def(py::init<uintptr_t, size_t, size_t, std::vector<Round>, std::vector<int64_t>>())
+      .def(py::init<
+           const std::map<std::string, uintptr_t>&, size_t, size_t, std::vector<Round>, std::vector<int64_t>>())
       .def("run", [](const Program& program, const std::vector<Maybe>& arguments) {
         return found(program.run(given(arguments)));
       });

@@ -2,12 +2,14 @@
 
     python -m trine.ops.kda.native_build       builds it now: for container images and clusters
 
-The first call of the kernels on a card runs this file in the background, so it needs nothing but torch.
+The first call of the kernels on a card runs this file in the background, so it imports nothing but torch. Of CUDA it
+needs the cuda.h that comes with Triton.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shlex
 import shutil
@@ -40,7 +42,19 @@ def lacking() -> str | None:
     if compiler() is None:
         return "a C++ compiler (c++ or g++, or CXX in the environment)"
     include = Path(sysconfig.get_paths()["include"])
-    return None if (include / "Python.h").exists() else f"Python's headers (python3-dev or the like) in {include}"
+    if not (include / "Python.h").exists():
+        return f"Python's headers (python3-dev or the like) in {include}"
+    return None if cuda_types() is not None else "the cuda.h that comes with Triton (pip install triton)"
+
+
+def cuda_types() -> Path | None:
+    """The folder of the cuda.h that Triton itself compiles with; Triton is not imported."""
+    spec = importlib.util.find_spec("triton")
+    for root in (spec.submodule_search_locations or ()) if spec is not None else ():
+        folder = Path(root) / "backends/nvidia/include"
+        if (folder / "cuda.h").exists():
+            return folder
+    return None
 
 
 @cache
@@ -61,11 +75,11 @@ def build() -> Path:
     made = path()
     if made.exists():
         return made
-    tool, lack = compiler(), lacking()
-    if tool is None or lack is not None:
+    tool, lack, types = compiler(), lacking(), cuda_types()
+    if tool is None or types is None or lack is not None:
         raise RuntimeError(f"native.cpp: needs {lack}, found none")
     root = Path(torch.__file__).parent
-    include = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
+    include = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"], types)
     half = made.with_name(f"{made.stem}-{os.getpid()}.half")
     command = [*tool, "-O1", "-shared", "-fPIC", "-std=c++20", *(f"-I{place}" for place in include), str(SOURCE)]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-L{root / 'lib'}"]

@@ -27,12 +27,19 @@ LIMIT = 512
 """Kinds of calls kept, here and of each operator's replays; all are forgotten when there are more."""
 
 
+_FUNCTIONS = (
+    *("cuLaunchKernel", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuStreamIsCapturing", "cuStreamGetPriority"),
+    *("cuGraphCreate", "cuGraphDestroy", "cuGraphAddKernelNode_v2", "cuGraphInstantiateWithFlags"),
+    *("cuGraphExecDestroy", "cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch"),
+)
+
+
 @cache
-def launch_function() -> int:
-    """The address of the CUDA driver's cuLaunchKernel."""
-    address = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value
-    assert address is not None
-    return address
+def driver() -> dict[str, int]:
+    """The addresses of the CUDA driver's functions that ``native.cpp`` calls; an old driver has not all of them."""
+    library = ctypes.CDLL("libcuda.so.1")
+    found = {name: getattr(library, name, None) for name in _FUNCTIONS}
+    return {name: ctypes.cast(one, ctypes.c_void_p).value or 0 for name, one in found.items() if one is not None}
 
 
 # native_build.py is imported where it is used: it also runs as a module, which must not have been imported before.
