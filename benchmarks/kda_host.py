@@ -1,7 +1,7 @@
 """Host time of KDA's calls on a card: microseconds until the call returns, while the device works behind it.
 
     python benchmarks/kda_host.py [--repeats 600] [--one-core] [--profile] [--out FOLDER]
-    python benchmarks/kda_host.py --fake      on a CPU with triton: every launch does nothing; nothing is written
+    python benchmarks/kda_host.py --fake      on a CPU with triton: launches, one by one, do nothing; nothing is written
 
 Medians of single asynchronous calls, replayed in C++ (``native.cpp``, built first) and, where it says so, in Python.
 All calls take turns, round after round, so that a busy spell of a shared host falls on all of them alike.
@@ -40,7 +40,7 @@ BARS = {"kda forward": 60, "kda forward + backward": 200}
 def fake() -> None:
     """Let CPU tensors take the kernels' path, with launchers that only look at their arguments."""
     from trine.ops import kda as package
-    from trine.ops.kda import triton_replay
+    from trine.ops.kda import triton_native, triton_replay
     from trine.ops.kda.triton_launch import Kernel
 
     def launcher(*_: Any) -> None:
@@ -51,8 +51,9 @@ def fake() -> None:
 
     Kernel._load = load  # type: ignore[method-assign]
     Kernel.handle = lambda self, variant, index: (0, 32, 0)  # type: ignore[method-assign]
-    nothing = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value  # returns 0, success, for the handle 0
-    triton_replay.driver = lambda: {"cuLaunchKernel": nothing}
+    nothing = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value  # 0, success, for the handle 0 of a launch
+    functions = dict.fromkeys(triton_native.FUNCTIONS, nothing)
+    triton_replay.driver = lambda: functions  # type: ignore[assignment]
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # type: ignore[attr-defined]
     package._choice.why_no_card = lambda q: None
 

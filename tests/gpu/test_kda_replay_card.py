@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,8 +37,7 @@ def same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.fixture
-def cases() -> Known:
+def known() -> Known:
     """Five inputs with their results by plain launches, of a kind of call that the C++ side knows by then."""
     inputs = [leaves(seed) for seed in range(5)]
     module, wanted = NATIVE.load(), NATIVE.wanted
@@ -48,6 +49,11 @@ def cases() -> Known:
     assert "CppNode" in out.grad_fn.name()  # type: ignore[union-attr]
     torch.cuda.synchronize()
     return [(*one, result) for one, result in zip(inputs, results, strict=True)]
+
+
+@pytest.fixture
+def cases() -> Known:
+    return known()
 
 
 def test_calls_that_wait_for_the_card_keep_their_own_arguments(cases: Known) -> None:
@@ -112,3 +118,56 @@ def test_a_step_is_captured_in_a_graph_of_the_users(cases: Known) -> None:
         graph.replay()
         torch.cuda.synchronize()
         same(captured, wanted)
+
+
+def _beside_a_capture() -> None:
+    cases = known()
+    static, weight = leaves(9)
+    stream, found = torch.cuda.Stream(), []
+
+    def work() -> None:
+        with torch.cuda.stream(stream):
+            found.extend(step(*cases[1][:2]) for _ in range(2))
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        first = kda(**static, backend="triton")[0]
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        captured = step(static, weight)
+    with torch.no_grad():
+        for name, x in cases[2][0].items():
+            static[name].copy_(x)
+        weight.copy_(cases[2][1])
+    graph.replay()
+    torch.cuda.synchronize()
+    same(captured, cases[2][2])
+    assert torch.equal(first, cases[2][2][0]) and len(found) == 2
+    for one in found:
+        same(one, cases[1][2])
+
+
+def _without_a_context() -> None:
+    data, _, (wanted, *_) = known()[0]
+    data = {name: x.detach() for name, x in data.items()}
+    found: list[Tensor] = []
+    for _ in range(2):
+        kda(**data, backend="triton")
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(kda(**data, backend="triton")[0]))
+        thread.start()
+        thread.join()
+    assert len(found) == 2 and all(torch.equal(x, wanted) for x in found)
+
+
+@pytest.mark.parametrize("work", [_beside_a_capture, _without_a_context], ids=lambda work: work.__name__)
+def test_in_a_process_of_its_own(work: Callable[[], None]) -> None:
+    """Another thread makes its graph while this one captures; a thread begins that has asked nothing of the card yet.
+
+    What goes wrong here ends the process.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import sysconfig
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -75,6 +76,7 @@ class Driver:
         self.launches = 0
         self.code = 0
         self.context = 7
+        self.mode = 0
         self.capturing = 0
         self.priority = 0
         self.failing: set[str] = set()
@@ -85,8 +87,11 @@ class Driver:
         small = ctypes.POINTER(ctypes.c_int)
         functions: dict[str, tuple[Callable[..., int], list[Any]]] = {
             "cuLaunchKernel": (self._launch, [number, *numbers, pointer, many, pointer]),
+            "cuDeviceGet": (self._device, [small, ctypes.c_int]),
+            "cuDevicePrimaryCtxRetain": (self._primary, [out, ctypes.c_int]),
             "cuCtxGetCurrent": (self._context, [out]),
             "cuCtxSetCurrent": (self._set_context, [number]),
+            "cuThreadExchangeStreamCaptureMode": (self._exchange, [small]),
             "cuStreamIsCapturing": (self._is_capturing, [pointer, small]),
             "cuStreamGetPriority": (self._priority, [pointer, small]),
             "cuGraphCreate": (self._make, [out, ctypes.c_uint]),
@@ -107,6 +112,18 @@ class Driver:
         }
         self.addresses = {name: ctypes.cast(one, ctypes.c_void_p).value for name, one in self._functions.items()}
 
+    def _device(self, device: Any, index: int) -> int:
+        device[0] = 40 + index
+        return 0
+
+    def _primary(self, context: Any, device: int) -> int:
+        context[0] = {40: 7}[device]
+        return 0
+
+    def _exchange(self, mode: Any) -> int:
+        self.mode, mode[0] = mode[0], self.mode
+        return 0
+
     def _context(self, context: Any) -> int:
         context[0] = self.context
         return 0
@@ -124,6 +141,7 @@ class Driver:
         return 0
 
     def _make(self, graph: Any, flags: int) -> int:
+        assert self.mode == 2  # relaxed: it is no part of anybody's capture
         graph[0] = 1 + max(self.graphs, default=0)
         self.graphs[graph[0]] = []
         return flags
@@ -136,6 +154,7 @@ class Driver:
         return 0 if what[0].function else 1
 
     def _instantiate(self, instance: Any, graph: int, flags: int) -> int:
+        assert self.mode == 2
         instance[0] = 100 + graph
         self.graphs[100 + graph] = [None] * len(self.graphs[graph])
         return flags
@@ -156,6 +175,7 @@ class Driver:
         return 0
 
     def _launch_graph(self, instance: int, _: Any) -> int:
+        assert self.mode == 2
         self.graph_launches += 1
         codes = [self._launch(*arguments) for arguments in self.graphs[instance] if arguments is not None]
         assert len(codes) == len(self.graphs[instance])
@@ -163,6 +183,7 @@ class Driver:
         return max(codes)
 
     def _destroy(self, graph: int) -> int:
+        assert self.mode == 2
         del self.graphs[graph]
         return 0
 
@@ -172,7 +193,7 @@ class Driver:
         return self.handles.index((kernel, variant)) + 1, 32 * variant.options.num_warps, 512
 
     def _launch(self, function: int, *given: Any) -> int:
-        assert self.context == 7
+        assert self.context
         grid, *ones, shared, _, parameters, _ = given
         threads = ones.pop(2)
         assert ones == [1, 1, 1, 1]
@@ -348,7 +369,7 @@ def test_misuse_is_refused_as_everywhere_in_torch(driver: Driver) -> None:
 def test_fresh_memory_is_torchs_own(driver: Driver) -> None:
     """Shape and dtype as asked; full of NaN where the user asks torch for deterministic algorithms."""
     fresh = NATIVE.module.Round([], [(2, [3, 5], torch.float16)], None)
-    program = NATIVE.module.Program(driver.addresses, 1, 3, [fresh], [2, -1])
+    program = NATIVE.module.Program(driver.addresses, 0, 1, 3, [fresh], [2, -1])
     torch.use_deterministic_algorithms(True)
     try:
         filled, nothing = program.run([torch.ones(4)])
@@ -386,6 +407,25 @@ def test_a_launch_that_fails_raises(driver: Driver) -> None:
     driver.code = 701
     with pytest.raises(RuntimeError, match="CUDA driver error 701"):
         kda(**data)
+    driver.code = 0
+    leaves = draw(tokens=5)
+    for _ in range(3):
+        both(leaves)
+    out, _ = kda(**leaves)
+    upstream, failures = torch.ones_like(out), []
+    driver.code = 901
+
+    def work() -> None:
+        for call in (lambda: kda(**leaves), lambda: torch.autograd.grad(out, leaves["q"], upstream)):
+            try:
+                call()
+            except RuntimeError as error:
+                failures.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failures == ["launching a KDA kernel failed with CUDA driver error 901"] * 2
 
 
 def test_what_is_saved_passes_the_hooks(driver: Driver) -> None:
@@ -686,23 +726,32 @@ def test_kernels_are_launched_as_one_graph(driver: Driver) -> None:
     assert driver.graphs == {}
 
 
-def test_a_thread_without_a_context_is_given_the_recorded_one(driver: Driver) -> None:
+def test_a_thread_without_a_context_is_given_the_cards(driver: Driver) -> None:
     data = {name: x.detach() for name, x in draw(tokens=5).items()}
     wanted, _ = kda(**data)
     kda(**data)
     driver.context = 0
     assert torch.equal(kda(**data)[0], wanted)
-    assert driver.launches == 4
+    assert (driver.launches, driver.context) == (4, 7)
+    triton_forward.MEMORY._kept.clear()
+    NATIVE.calls.clear()
+    triton_forward.forward(**data)
+    driver.context = 0  # known to none but the operator's replays, and replayed for the first time
+    assert torch.equal(triton_forward.forward(**data)[0], wanted)
+    assert (driver.launches, driver.context) == (6, 7)
 
 
 WITHOUT_GRAPHS: dict[str, Callable[[Driver], object]] = {
     "another graph is being captured": lambda driver: setattr(driver, "capturing", 1),
     "the state of a capture is unknown": lambda driver: driver.failing.add("cuStreamIsCapturing"),
     "a stream of a priority": lambda driver: setattr(driver, "priority", -1),
+    "a context of its own": lambda driver: setattr(driver, "context", 8),
     "an old driver": lambda driver: driver.addresses.pop("cuGraphAddKernelNode_v2"),
     "no graph can be made": lambda driver: driver.failing.add("cuGraphCreate"),
     "a kernel that does not fit": lambda driver: driver.failing.add("cuGraphAddKernelNode_v2"),
     "no instance can be made": lambda driver: driver.failing.add("cuGraphInstantiateWithFlags"),
+    "parameters cannot be set": lambda driver: driver.failing.add("cuGraphExecKernelNodeSetParams_v2"),
+    "a graph cannot be launched": lambda driver: driver.failing.add("cuGraphLaunch"),
 }
 
 

@@ -9,6 +9,7 @@
 // functions come as addresses, from the driver that is there; of CUDA only types are used, from Triton's cuda.h.
 
 #include <cuda.h>
+static_assert(CUDA_VERSION >= 12000, "needs the cuda.h of CUDA 12 or newer, as Triton brings it");
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -43,8 +44,11 @@ using Tensors = std::vector<Tensor>;  // undefined ones where there is none
 // The driver's functions, from their addresses by name. One before CUDA 12.0 has not all that graphs need.
 struct Driver {
   decltype(&cuLaunchKernel) launch;
+  decltype(&cuDeviceGet) card;
+  decltype(&cuDevicePrimaryCtxRetain) primary_context;
   decltype(&cuCtxGetCurrent) context;
   decltype(&cuCtxSetCurrent) set_context;
+  decltype(&cuThreadExchangeStreamCaptureMode) exchange_capture_mode;
   decltype(&cuStreamIsCapturing) is_capturing;
   decltype(&cuStreamGetPriority) priority_of;
   decltype(&cuGraphCreate) make_graph;
@@ -54,28 +58,25 @@ struct Driver {
   decltype(&cuGraphExecDestroy) destroy_instance;
   decltype(&cuGraphExecKernelNodeSetParams) set_parameters;
   decltype(&cuGraphLaunch) launch_graph;
-  bool graphs = true;
+  bool graphs;  // whether all are there that graphs need
 
   explicit Driver(const std::map<std::string, uintptr_t>& addresses) {
     const auto take = [&](auto& function, const char* name) {
       const auto found = addresses.find(name);
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
-          found == addresses.end() ? uintptr_t(0) : found->second);
-      graphs = graphs && function != nullptr;
+      const auto address = found == addresses.end() ? uintptr_t(0) : found->second;
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
+      return address != 0;
     };
-    take(launch, "cuLaunchKernel");
-    TORCH_CHECK(launch != nullptr, "found no address of cuLaunchKernel");
-    take(context, "cuCtxGetCurrent");
-    take(set_context, "cuCtxSetCurrent");
-    take(is_capturing, "cuStreamIsCapturing");
-    take(priority_of, "cuStreamGetPriority");
-    take(make_graph, "cuGraphCreate");
-    take(destroy_graph, "cuGraphDestroy");
-    take(add_kernel, "cuGraphAddKernelNode_v2");
-    take(instantiate, "cuGraphInstantiateWithFlags");
-    take(destroy_instance, "cuGraphExecDestroy");
-    take(set_parameters, "cuGraphExecKernelNodeSetParams_v2");
-    take(launch_graph, "cuGraphLaunch");
+    const bool launches = take(launch, "cuLaunchKernel") & take(card, "cuDeviceGet") &
+        take(primary_context, "cuDevicePrimaryCtxRetain") & take(context, "cuCtxGetCurrent") &
+        take(set_context, "cuCtxSetCurrent");
+    TORCH_CHECK(launches, "found no addresses of the CUDA driver's functions for contexts and launches, need them");
+    graphs = take(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode") &
+        take(is_capturing, "cuStreamIsCapturing") & take(priority_of, "cuStreamGetPriority") &
+        take(make_graph, "cuGraphCreate") & take(destroy_graph, "cuGraphDestroy") &
+        take(add_kernel, "cuGraphAddKernelNode_v2") & take(instantiate, "cuGraphInstantiateWithFlags") &
+        take(destroy_instance, "cuGraphExecDestroy") & take(set_parameters, "cuGraphExecKernelNodeSetParams_v2") &
+        take(launch_graph, "cuGraphLaunch");
   }
 };
 
@@ -176,6 +177,23 @@ void launch_one(const Driver& driver, const Launch& launch, CUstream stream, voi
       launch.function, launch.grid, 1, 1, launch.threads, 1, 1, launch.shared, stream, parameters, nullptr));
 }
 
+// While it lives, this thread may make, launch and destroy graphs though somebody captures one: these are no part of it.
+class BesideCaptures {
+ public:
+  explicit BesideCaptures(const Driver& driver) : driver_(driver) {
+    driver_.exchange_capture_mode(&mode_);
+  }
+  ~BesideCaptures() {
+    driver_.exchange_capture_mode(&mode_);
+  }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  const Driver& driver_;
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
 // Kernels that run one after another, as a graph of the driver's for every stream that they are launched on: launches
 // of one graph wait for one another, whatever their streams.
 class Chain {
@@ -184,20 +202,20 @@ class Chain {
   Chain(const Chain&) = delete;
   Chain& operator=(const Chain&) = delete;
 
-  ~Chain() {  // the driver itself waits for graphs that still run
-    for (const auto& one : graphs_) {
-      if (one.instance != nullptr) {
+  ~Chain() {  // instances that still run are freed by the driver when they are done
+    if (!graphs_.empty()) {
+      const BesideCaptures beside(driver_);
+      for (const auto& one : graphs_) {
         driver_.destroy_instance(one.instance);
-      }
-      if (one.graph != nullptr) {
         driver_.destroy_graph(one.graph);
       }
     }
   }
 
-  // Launch all, with the addresses of each kernel's parameters.
-  void launch(CUstream stream, const std::vector<void**>& parameters) {
-    if (!launch_graph(stream, parameters)) {
+  // Launch all, with the addresses of each kernel's parameters. Graphs are for the context that the kernels belong to:
+  // in another one, a green context's part of the card, they would not stay there.
+  void launch(CUstream stream, const std::vector<void**>& parameters, bool own_context) {
+    if (!own_context || !launch_graph(stream, parameters)) {
       for (size_t i = 0; i < launches_.size(); ++i) {
         launch_one(driver_, *launches_[i], stream, parameters[i]);
       }
@@ -205,8 +223,8 @@ class Chain {
   }
 
  private:
-  // False where it has to be done one by one: where another graph is being captured, on a stream with a priority, on
-  // the fifth stream, by an old driver.
+  // False where it has to be done one by one: while this stream is being captured, with a priority, on the fifth stream,
+  // by an old driver, and where graphs fail; nothing has been launched then.
   bool launch_graph(CUstream stream, const std::vector<void**>& parameters) {
     CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
     if (!driver_.graphs || driver_.is_capturing(stream, &capture) != CUDA_SUCCESS ||
@@ -214,22 +232,24 @@ class Chain {
       return false;
     }
     const std::lock_guard<std::mutex> lock(mutex_);
+    const BesideCaptures beside(driver_);
     const auto* graph = graph_for(stream, parameters);
     if (graph == nullptr) {
       return false;
     }
     for (size_t i = 0; i < launches_.size(); ++i) {
       const auto node = node_of(*launches_[i], parameters[i]);
-      check(driver_.set_parameters(graph->instance, graph->kernels[i], &node));
+      if (driver_.set_parameters(graph->instance, graph->kernels[i], &node) != CUDA_SUCCESS) {
+        return false;
+      }
     }
-    check(driver_.launch_graph(graph->instance, stream));
-    return true;
+    return driver_.launch_graph(graph->instance, stream) == CUDA_SUCCESS;
   }
 
   struct Graph {
     CUstream stream;
-    CUgraph graph = nullptr;
-    CUgraphExec instance = nullptr;  // none where the stream is not for graphs
+    CUgraph graph;
+    CUgraphExec instance;
     std::vector<CUgraphNode> kernels;
   };
 
@@ -249,28 +269,32 @@ class Chain {
   const Graph* graph_for(CUstream stream, const std::vector<void**>& parameters) {
     for (const auto& one : graphs_) {
       if (one.stream == stream) {
-        return one.instance == nullptr ? nullptr : &one;
+        return &one;
       }
     }
-    if (graphs_.size() == kGraphs) {
+    int priority = 0;
+    if (failed_ || graphs_.size() == kGraphs || driver_.priority_of(stream, &priority) != CUDA_SUCCESS ||
+        priority != 0) {
       return nullptr;
     }
-    auto& made = graphs_.emplace_back();
-    made.stream = stream;
-    int priority = 0;
-    bool good = driver_.priority_of(stream, &priority) == CUDA_SUCCESS && priority == 0 &&
-        driver_.make_graph(&made.graph, 0) == CUDA_SUCCESS;
-    for (size_t i = 0; good && i < launches_.size(); ++i) {
+    Graph made{stream, nullptr, nullptr, {}};
+    failed_ = driver_.make_graph(&made.graph, 0) != CUDA_SUCCESS;
+    for (size_t i = 0; !failed_ && i < launches_.size(); ++i) {
       const auto node = node_of(*launches_[i], parameters[i]);
       CUgraphNode kernel = nullptr;
-      const auto* before = made.kernels.empty() ? nullptr : &made.kernels.back();
-      good = driver_.add_kernel(&kernel, made.graph, before, made.kernels.size() ? 1 : 0, &node) == CUDA_SUCCESS;
+      failed_ = driver_.add_kernel(&kernel, made.graph, i ? &made.kernels.back() : nullptr, i ? 1 : 0, &node) !=
+          CUDA_SUCCESS;
       made.kernels.push_back(kernel);
     }
-    if (!good || driver_.instantiate(&made.instance, made.graph, 0) != CUDA_SUCCESS) {
-      made.instance = nullptr;
+    failed_ = failed_ || driver_.instantiate(&made.instance, made.graph, 0) != CUDA_SUCCESS;
+    if (!failed_) {
+      graphs_.push_back(std::move(made));
+      return &graphs_.back();
     }
-    return made.instance == nullptr ? nullptr : &made;
+    if (made.graph != nullptr) {
+      driver_.destroy_graph(made.graph);
+    }
+    return nullptr;
   }
 
   static constexpr size_t kGraphs = 4;
@@ -278,6 +302,7 @@ class Chain {
   const std::vector<const Launch*> launches_;
   std::mutex mutex_;
   std::vector<Graph> graphs_;
+  bool failed_ = false;  // one could not be made, and none is tried again
 };
 
 struct Block {
@@ -325,6 +350,7 @@ class Program {
  public:
   Program(
       const std::map<std::string, uintptr_t>& driver,
+      int card,
       size_t arguments,
       size_t places,
       std::vector<Round> rounds,
@@ -347,8 +373,9 @@ class Program {
     if (!released && !launches.empty()) {
       chain_ = std::make_unique<Chain>(driver_, std::move(launches));
     }
-    if (driver_.context != nullptr && driver_.context(&context_) != CUDA_SUCCESS) {
-      context_ = nullptr;
+    CUdevice device = 0;
+    if (driver_.card(&device, card) != CUDA_SUCCESS || driver_.primary_context(&home_, device) != CUDA_SUCCESS) {
+      home_ = nullptr;
     }
   }
 
@@ -357,7 +384,7 @@ class Program {
     TORCH_CHECK(arguments.size() == arguments_, "found ", arguments.size(), " arguments, need ", arguments_);
     const auto device = arguments[0].device();
     const FreshMemory fresh(device);
-    use_context();
+    const bool at_home = use_context();
     CUstream stream = nullptr;
     if (device.is_cuda()) {
       stream = static_cast<CUstream>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
@@ -402,7 +429,7 @@ class Program {
       filled += launch.parameters();
     }
     if (chain_) {
-      chain_->launch(stream, chained);
+      chain_->launch(stream, chained, at_home);
     }
     Tensors results;
     results.reserve(results_.size());
@@ -413,16 +440,22 @@ class Program {
   }
 
  private:
-  // A thread that has asked nothing of the card yet has no context, and the driver takes no launches from it.
-  void use_context() const {
+  // Whether this thread's context is the card's primary one, torch's. A thread that has asked nothing of the card yet has
+  // none, without which a launch ends the process (CUDA 13.0, H200), and is given that one.
+  bool use_context() const {
     CUcontext current = nullptr;
-    if (context_ != nullptr && driver_.context(&current) == CUDA_SUCCESS && current == nullptr) {
-      check(driver_.set_context(context_));
+    if (home_ == nullptr || driver_.context(&current) != CUDA_SUCCESS) {
+      return false;
     }
+    if (current == nullptr) {
+      check(driver_.set_context(home_));
+      return true;
+    }
+    return current == home_;
   }
 
   const Driver driver_;
-  CUcontext context_ = nullptr;  // of the thread that recorded the call
+  CUcontext home_ = nullptr;
   size_t arguments_, places_, parameters_ = 0;
   std::vector<Round> rounds_;
   std::vector<int64_t> results_;
@@ -631,8 +664,9 @@ PYBIND11_MODULE(trine_kda_native, module) {
       }));
   py::class_<Program, std::shared_ptr<Program>>(module, "Program")
       .def(py::init<
-           const std::map<std::string, uintptr_t>&, size_t, size_t, std::vector<Round>, std::vector<int64_t>>())
+           const std::map<std::string, uintptr_t>&, int, size_t, size_t, std::vector<Round>, std::vector<int64_t>>())
       .def("run", [](const Program& program, const std::vector<Maybe>& arguments) {
+        const py::gil_scoped_release released;
         return found(program.run(given(arguments)));
       });
   module.def("call", &Call::make);

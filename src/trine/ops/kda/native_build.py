@@ -75,7 +75,7 @@ def build() -> Path:
     made = path()
     if made.exists():
         return made
-    tool, lack, types = compiler(), lacking(), cuda_types()
+    tool, types, lack = compiler(), cuda_types(), lacking()
     if tool is None or types is None or lack is not None:
         raise RuntimeError(f"native.cpp: needs {lack}, found none")
     root = Path(torch.__file__).parent

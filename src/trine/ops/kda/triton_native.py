@@ -27,18 +27,20 @@ LIMIT = 512
 """Kinds of calls kept, here and of each operator's replays; all are forgotten when there are more."""
 
 
-_FUNCTIONS = (
-    *("cuLaunchKernel", "cuCtxGetCurrent", "cuCtxSetCurrent", "cuStreamIsCapturing", "cuStreamGetPriority"),
-    *("cuGraphCreate", "cuGraphDestroy", "cuGraphAddKernelNode_v2", "cuGraphInstantiateWithFlags"),
-    *("cuGraphExecDestroy", "cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch"),
+FUNCTIONS = (
+    *("cuLaunchKernel", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent", "cuCtxSetCurrent"),
+    *("cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuStreamGetPriority", "cuGraphCreate"),
+    *("cuGraphDestroy", "cuGraphAddKernelNode_v2", "cuGraphInstantiateWithFlags", "cuGraphExecDestroy"),
+    *("cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch"),
 )
+"""The CUDA driver's functions that ``native.cpp`` calls."""
 
 
 @cache
 def driver() -> dict[str, int]:
-    """The addresses of the CUDA driver's functions that ``native.cpp`` calls; an old driver has not all of them."""
+    """The addresses of `FUNCTIONS`; a driver before CUDA 12.0 has not all that graphs need."""
     library = ctypes.CDLL("libcuda.so.1")
-    found = {name: getattr(library, name, None) for name in _FUNCTIONS}
+    found = {name: getattr(library, name, None) for name in FUNCTIONS}
     return {name: ctypes.cast(one, ctypes.c_void_p).value or 0 for name, one in found.items() if one is not None}
 
 

@@ -187,7 +187,7 @@ class Replay:
                 made = native.Launch(handle[0], grid, *handle[1:], launch[2], bits)
             rounds.append(native.Round(gone, before, made))
         results = [-1 if i is None else i for i in self.results]
-        self._program = native.Program(driver(), self.count, self.size, rounds, results)
+        self._program = native.Program(driver(), self.device.index or 0, self.count, self.size, rounds, results)
         return self._program
 
     def run(self, inputs: Inputs) -> list[Tensor | None]:
