@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 from collections.abc import Callable
@@ -148,6 +149,24 @@ def _beside_a_capture() -> None:
         same(one, cases[1][2])
 
 
+def _after_an_invalidated_capture() -> None:
+    static, weight = leaves(9)
+    known()
+    torch.cuda.synchronize()
+
+    def allocate() -> None:  # what a capture in the default mode forbids all threads
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1 << 30, device="cuda")
+
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        thread = threading.Thread(target=allocate)
+        thread.start()
+        thread.join()
+        with pytest.raises(RuntimeError, match="invalidated"):
+            step(static, weight)
+        raise RuntimeError
+
+
 def _without_a_context() -> None:
     data, _, (wanted, *_) = known()[0]
     data = {name: x.detach() for name, x in data.items()}
@@ -161,9 +180,12 @@ def _without_a_context() -> None:
     assert len(found) == 2 and all(torch.equal(x, wanted) for x in found)
 
 
-@pytest.mark.parametrize("work", [_beside_a_capture, _without_a_context], ids=lambda work: work.__name__)
+ALONE = (_beside_a_capture, _after_an_invalidated_capture, _without_a_context)
+
+
+@pytest.mark.parametrize("work", ALONE, ids=lambda work: work.__name__)
 def test_in_a_process_of_its_own(work: Callable[[], None]) -> None:
-    """Another thread makes its graph while this one captures; a thread begins that has asked nothing of the card yet.
+    """Another thread makes its graph while this one captures, or spoils the capture; a thread begins with a replay.
 
     What goes wrong here ends the process.
     """

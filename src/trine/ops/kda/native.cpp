@@ -69,14 +69,13 @@ struct Driver {
     };
     const bool launches = take(launch, "cuLaunchKernel") & take(card, "cuDeviceGet") &
         take(primary_context, "cuDevicePrimaryCtxRetain") & take(context, "cuCtxGetCurrent") &
-        take(set_context, "cuCtxSetCurrent");
+        take(set_context, "cuCtxSetCurrent") & take(is_capturing, "cuStreamIsCapturing");
     TORCH_CHECK(launches, "found no addresses of the CUDA driver's functions for contexts and launches, need them");
     graphs = take(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode") &
-        take(is_capturing, "cuStreamIsCapturing") & take(priority_of, "cuStreamGetPriority") &
-        take(make_graph, "cuGraphCreate") & take(destroy_graph, "cuGraphDestroy") &
-        take(add_kernel, "cuGraphAddKernelNode_v2") & take(instantiate, "cuGraphInstantiateWithFlags") &
-        take(destroy_instance, "cuGraphExecDestroy") & take(set_parameters, "cuGraphExecKernelNodeSetParams_v2") &
-        take(launch_graph, "cuGraphLaunch");
+        take(priority_of, "cuStreamGetPriority") & take(make_graph, "cuGraphCreate") &
+        take(destroy_graph, "cuGraphDestroy") & take(add_kernel, "cuGraphAddKernelNode_v2") &
+        take(instantiate, "cuGraphInstantiateWithFlags") & take(destroy_instance, "cuGraphExecDestroy") &
+        take(set_parameters, "cuGraphExecKernelNodeSetParams_v2") & take(launch_graph, "cuGraphLaunch");
   }
 };
 
@@ -212,10 +211,9 @@ class Chain {
     }
   }
 
-  // Launch all, with the addresses of each kernel's parameters. Graphs are for the context that the kernels belong to:
-  // in another one, a green context's part of the card, they would not stay there.
-  void launch(CUstream stream, const std::vector<void**>& parameters, bool own_context) {
-    if (!own_context || !launch_graph(stream, parameters)) {
+  // Launch all, with the addresses of each kernel's parameters; as a graph only if one may be launched here.
+  void launch(CUstream stream, const std::vector<void**>& parameters, bool as_graph) {
+    if (!as_graph || !launch_graph(stream, parameters)) {
       for (size_t i = 0; i < launches_.size(); ++i) {
         launch_one(driver_, *launches_[i], stream, parameters[i]);
       }
@@ -223,12 +221,10 @@ class Chain {
   }
 
  private:
-  // False where it has to be done one by one: while this stream is being captured, with a priority, on the fifth stream,
-  // by an old driver, and where graphs fail; nothing has been launched then.
+  // False where it has to be done one by one: on a stream with a priority, on the fifth stream, by an old driver, and
+  // where graphs fail; nothing has been launched then.
   bool launch_graph(CUstream stream, const std::vector<void**>& parameters) {
-    CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
-    if (!driver_.graphs || driver_.is_capturing(stream, &capture) != CUDA_SUCCESS ||
-        capture != CU_STREAM_CAPTURE_STATUS_NONE) {
+    if (!driver_.graphs) {
       return false;
     }
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -389,6 +385,7 @@ class Program {
     if (device.is_cuda()) {
       stream = static_cast<CUstream>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
     }
+    const bool captured = is_captured(stream);
     Tensors held(places_);
     std::vector<char*> at(places_, nullptr);
     for (size_t i = 0; i < arguments_; ++i) {
@@ -429,7 +426,8 @@ class Program {
       filled += launch.parameters();
     }
     if (chain_) {
-      chain_->launch(stream, chained, at_home);
+      // Graphs are for the context that the kernels belong to: they would not stay in a green context's part of the card.
+      chain_->launch(stream, chained, at_home && !captured);
     }
     Tensors results;
     results.reserve(results_.size());
@@ -441,7 +439,7 @@ class Program {
 
  private:
   // Whether this thread's context is the card's primary one, torch's. A thread that has asked nothing of the card yet has
-  // none, without which a launch ends the process (CUDA 13.0, H200), and is given that one.
+  // none, without which a launch has ended the process (CUDA 13.0, H200), and is given that one.
   bool use_context() const {
     CUcontext current = nullptr;
     if (home_ == nullptr || driver_.context(&current) != CUDA_SUCCESS) {
@@ -452,6 +450,16 @@ class Program {
       return true;
     }
     return current == home_;
+  }
+
+  // Whether work on a stream becomes a part of somebody's graph, or may.
+  bool is_captured(CUstream stream) const {
+    CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
+    const bool known = driver_.is_capturing(stream, &capture) == CUDA_SUCCESS;
+    TORCH_CHECK(  // a launch has ended the process there (CUDA 13.0, H200)
+        !known || capture != CU_STREAM_CAPTURE_STATUS_INVALIDATED,
+        "found the capture of this stream in a graph invalidated, need a sound one: look for the error before");
+    return !known || capture != CU_STREAM_CAPTURE_STATUS_NONE;
   }
 
   const Driver driver_;
