@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -180,16 +180,17 @@ def _without_a_context() -> None:
     assert len(found) == 2 and all(torch.equal(x, wanted) for x in found)
 
 
-ALONE = (_beside_a_capture, _after_an_invalidated_capture, _without_a_context)
+ALONE = {work.__name__[1:]: work for work in (_beside_a_capture, _after_an_invalidated_capture, _without_a_context)}
 
 
-@pytest.mark.parametrize("work", ALONE, ids=lambda work: work.__name__)
-def test_in_a_process_of_its_own(work: Callable[[], None]) -> None:
+@pytest.mark.parametrize("name", ALONE)
+def test_in_a_process_of_its_own(name: str) -> None:
     """Another thread makes its graph while this one captures, or spoils the capture; a thread begins with a replay.
 
     What goes wrong here ends the process.
     """
-    process = multiprocessing.get_context("spawn").Process(target=work)
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
+    subprocess.run([sys.executable, __file__, name], timeout=120, check=True)
+
+
+if __name__ == "__main__":
+    ALONE[sys.argv[1]]()

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import sys
-import sysconfig
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -26,194 +19,23 @@ from torch.utils.checkpoint import checkpoint
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from driver_stand_in import Driver
+
 from trine.ops.kda import (
     _CHECKED,
     _choice,
     kda,
     kda_reference,
-    native_build,
     triton_backward,
     triton_forward,
     triton_replay,
 )
-from trine.ops.kda.triton_launch import Kernel, Variant, repair_interpreter
-from trine.ops.kda.triton_native import NATIVE, Native
+from trine.ops.kda.triton_launch import Kernel, repair_interpreter
+from trine.ops.kda.triton_native import NATIVE
 from trine.ops.kda.triton_replay import Memory
 
 repair_interpreter()
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-CARD = torch.device("cuda", 0)
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i32": torch.int32, "i64": torch.int64}
-NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-
-
-class Node(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS of cuda.h."""
-
-    _fields_ = (
-        ("function", ctypes.c_size_t),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("parameters", ctypes.POINTER(ctypes.c_void_p)),
-        ("extra", ctypes.c_void_p),
-        ("kernel", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    )
-
-
-class Driver:
-    """Stands in for the CUDA driver: a launch runs the kernel in Triton's interpreter on the addresses it is given.
-
-    Graphs and their instances are numbers; setting a kernel's parameters copies them.
-    """
-
-    every: ClassVar[list[Driver]] = []  # programs that outlive their test still call it
-
-    def __init__(self) -> None:
-        self.every.append(self)
-        self.handles: list[tuple[Kernel, Variant]] = []
-        self.launches = 0
-        self.code = 0
-        self.context = 7
-        self.mode = 0
-        self.capturing = 0
-        self.priority = 0
-        self.failing: set[str] = set()
-        self.graphs: dict[int, list[tuple[Any, ...] | None]] = {}  # also by their instances' numbers
-        self.graph_launches = 0
-        number, numbers, pointer = ctypes.c_size_t, [ctypes.c_uint] * 7, ctypes.c_void_p
-        out, many, node = ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(Node)
-        small = ctypes.POINTER(ctypes.c_int)
-        functions: dict[str, tuple[Callable[..., int], list[Any]]] = {
-            "cuLaunchKernel": (self._launch, [number, *numbers, pointer, many, pointer]),
-            "cuDeviceGet": (self._device, [small, ctypes.c_int]),
-            "cuDevicePrimaryCtxRetain": (self._primary, [out, ctypes.c_int]),
-            "cuCtxGetCurrent": (self._context, [out]),
-            "cuCtxSetCurrent": (self._set_context, [number]),
-            "cuThreadExchangeStreamCaptureMode": (self._exchange, [small]),
-            "cuStreamIsCapturing": (self._is_capturing, [pointer, small]),
-            "cuStreamGetPriority": (self._priority, [pointer, small]),
-            "cuGraphCreate": (self._make, [out, ctypes.c_uint]),
-            "cuGraphAddKernelNode_v2": (self._add, [out, number, out, number, node]),
-            "cuGraphInstantiateWithFlags": (self._instantiate, [out, number, number]),
-            "cuGraphExecKernelNodeSetParams_v2": (self._set, [number, number, node]),
-            "cuGraphLaunch": (self._launch_graph, [number, pointer]),
-            "cuGraphDestroy": (self._destroy, [number]),
-            "cuGraphExecDestroy": (self._destroy, [number]),
-        }
-
-        def answer(name: str, function: Callable[..., int], *arguments: Any) -> int:
-            return 1 if name in self.failing else function(*arguments)
-
-        self._functions = {
-            name: ctypes.CFUNCTYPE(ctypes.c_int, *types)(partial(answer, name, one))
-            for name, (one, types) in functions.items()
-        }
-        self.addresses = {name: ctypes.cast(one, ctypes.c_void_p).value for name, one in self._functions.items()}
-
-    def _device(self, device: Any, index: int) -> int:
-        device[0] = 40 + index
-        return 0
-
-    def _primary(self, context: Any, device: int) -> int:
-        context[0] = {40: 7}[device]
-        return 0
-
-    def _exchange(self, mode: Any) -> int:
-        self.mode, mode[0] = mode[0], self.mode
-        return 0
-
-    def _context(self, context: Any) -> int:
-        context[0] = self.context
-        return 0
-
-    def _set_context(self, context: int) -> int:
-        self.context = context
-        return 0
-
-    def _is_capturing(self, _: Any, status: Any) -> int:
-        status[0] = self.capturing
-        return 0
-
-    def _priority(self, _: Any, priority: Any) -> int:
-        priority[0] = self.priority
-        return 0
-
-    def _make(self, graph: Any, flags: int) -> int:
-        assert self.mode == 2  # relaxed: it is no part of anybody's capture
-        graph[0] = 1 + max(self.graphs, default=0)
-        self.graphs[graph[0]] = []
-        return flags
-
-    def _add(self, node: Any, graph: int, before: Any, count: int, what: Any) -> int:
-        kernels = self.graphs[graph]
-        assert (count, before[0] if count else 0) == ((1, len(kernels)) if kernels else (0, 0))  # one after another
-        kernels.append(None)
-        node[0] = len(kernels)
-        return 0 if what[0].function else 1
-
-    def _instantiate(self, instance: Any, graph: int, flags: int) -> int:
-        assert self.mode == 2
-        instance[0] = 100 + graph
-        self.graphs[100 + graph] = [None] * len(self.graphs[graph])
-        return flags
-
-    def _set(self, instance: int, node: int, what: Any) -> int:
-        it = what[0]
-        assert not (it.extra or it.kernel or it.context)
-        count = len(self.handles[it.function - 1][1].types) + 2
-        given = (ctypes.c_uint64.from_address(it.parameters[i]).value for i in range(count))
-        values = (ctypes.c_uint64 * count)(*given)
-        places = (ctypes.c_void_p * count)(*(ctypes.addressof(values) + 8 * i for i in range(count)))
-        numbers = (it.function, *it.grid, *it.block, it.shared, None)
-        self.graphs[instance][node - 1] = (
-            *numbers,
-            places,
-            values,
-        )  # values: kept alive, launches look at nothing there
-        return 0
-
-    def _launch_graph(self, instance: int, _: Any) -> int:
-        assert self.mode == 2
-        self.graph_launches += 1
-        codes = [self._launch(*arguments) for arguments in self.graphs[instance] if arguments is not None]
-        assert len(codes) == len(self.graphs[instance])
-        self.graphs[instance] = [None] * len(codes)
-        return max(codes)
-
-    def _destroy(self, graph: int) -> int:
-        assert self.mode == 2
-        del self.graphs[graph]
-        return 0
-
-    def handle(self, kernel: Kernel, variant: Variant, index: int | None) -> tuple[int, int, int]:
-        if (kernel, variant) not in self.handles:
-            self.handles.append((kernel, variant))
-        return self.handles.index((kernel, variant)) + 1, 32 * variant.options.num_warps, 512
-
-    def _launch(self, function: int, *given: Any) -> int:
-        assert self.context
-        grid, *ones, shared, _, parameters, _ = given
-        threads = ones.pop(2)
-        assert ones == [1, 1, 1, 1]
-        kernel, variant = self.handles[function - 1]
-        assert (threads, shared) == (32 * variant.options.num_warps, 512)
-        arguments = [self._argument(kind, parameters[i]) for i, kind in enumerate(variant.types)]
-        for i in (0, 1):  # Triton's scratch buffers
-            assert ctypes.cast(parameters[len(variant.types) + i], ctypes.POINTER(ctypes.c_uint64))[0] == 0
-        self.launches += 1
-        if not self.code:
-            kernel.function[(grid,)](*arguments, *variant.constants)
-        return self.code
-
-    @staticmethod
-    def _argument(kind: str, at: int) -> Any:
-        if kind[0] != "*":
-            return ctypes.cast(at, ctypes.POINTER(NUMBERS[kind]))[0]
-        address = ctypes.cast(at, ctypes.POINTER(ctypes.c_uint64))[0]
-        memory = (ctypes.c_char * 16).from_address(address) if address else None
-        return None if memory is None else torch.frombuffer(memory, dtype=DTYPES[kind[1:]])
 
 
 @pytest.fixture
@@ -447,25 +269,6 @@ def test_what_is_saved_passes_the_hooks(driver: Driver) -> None:
     same((out, *torch.autograd.grad(out, list(data.values()), torch.randn_like(out))), wanted)
 
 
-def run_out(native: Native) -> None:
-    """Ask for the module until its build has ended."""
-    for _ in range(600):
-        native.ready(CARD)
-        if native._building is None or native._building.poll() is not None:
-            break
-        time.sleep(0.05)
-    native.ready(CARD)
-
-
-@pytest.fixture
-def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native_build.path.cache_clear()
-    yield tmp_path / "cache"
-    native_build.path.cache_clear()
-
-
 def test_what_hooks_bring_back_in_another_form_is_not_replayed(driver: Driver) -> None:
     """Neither then nor later: what is recorded with such tensors is for such tensors."""
     data = draw(tokens=5, heads=2)
@@ -578,113 +381,6 @@ def test_gradients_without_memory_or_with_a_tangent_are_asked_of_python(driver: 
         pytest.raises(NotImplementedError, match="gradient of kda: found a tensor with a forw"),
     ):
         torch.autograd.grad(out, data["q"], forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
-
-
-def test_without_a_compiler_replays_stay_in_python(
-    monkeypatch: pytest.MonkeyPatch, nothing_built: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    native = Native()
-    with caplog.at_level("WARNING", logger="trine"):
-        run_out(native)
-        assert native.ready(CARD) is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "kda: calls are replayed in Python, 0.2 ms slower a forward and backward pass: native.cpp: needs a C++ "
-        "compiler (c++ or g++, or CXX in the environment), found none"
-    ]
-    assert not nothing_built.exists()
-
-
-def test_without_headers_the_message_says_so(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(native_build, "cuda_types", lambda: None)
-        with pytest.raises(RuntimeError, match=r"needs the cuda.h that comes with Triton .*, found none"):
-            native_build.build()
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
-    with pytest.raises(RuntimeError, match=r"needs Python's headers .* in /nowhere, found none"):
-        native_build.build()
-
-
-def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, nothing_built: Path, tmp_path: Path
-) -> None:
-    tool = tmp_path / "broken-c++"
-    tool.write_text("#!/bin/sh\necho 'cannot find -lc10' >&2\nexit 3\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("CXX", str(tool))
-    with pytest.raises(RuntimeError, match="failed with code 3: cannot find -lc10"):
-        native_build.build()
-    assert list((nothing_built / "trine").iterdir()) == []
-
-
-def test_a_build_in_the_background_is_taken_up(
-    monkeypatch: pytest.MonkeyPatch, nothing_built: Path, tmp_path: Path
-) -> None:
-    """By a compiler that hands out the module that is there already."""
-    real = NATIVE.load().__file__
-    tool = tmp_path / "fast-c++"
-    tool.write_text(f'#!/bin/sh\nfor x; do case $last in -o) cp {real} "$x";; esac; last=$x; done\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("CXX", str(tool))
-    native = Native()
-    assert native.ready(torch.device("cpu")) is None and native._building is None
-    assert native.ready(CARD) is None  # while it is being built
-    run_out(native)
-    assert native.module.__name__ == "trine_kda_native"
-    assert native.ready(CARD) is native.module
-    assert [one.name for one in (nothing_built / "trine").iterdir()] == [native_build.path().name]
-
-
-def test_one_process_of_a_machine_builds(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    native = Native()
-    assert native.ready(CARD) is None
-    assert native._building is None and native.wanted
-
-
-def test_a_file_that_is_no_module_is_refused(nothing_built: Path, caplog: pytest.LogCaptureFixture) -> None:
-    native_build.path().parent.mkdir(parents=True)
-    native_build.path().write_bytes(b"not a library")
-    with caplog.at_level("WARNING", logger="trine"):
-        assert Native().ready(CARD) is None
-    assert "calls are replayed in Python" in caplog.text and native_build.path().name in caplog.text
-
-
-@pytest.mark.parametrize("word", ["0", "false", "OFF"])
-def test_it_can_be_declined(monkeypatch: pytest.MonkeyPatch, nothing_built: Path, word: str) -> None:
-    monkeypatch.setenv("TRINE_NATIVE", word)
-    native = Native()
-    assert native.ready(CARD) is None and native._building is None
-
-
-def test_without_an_interpreter_to_run_it_is_not_built(
-    monkeypatch: pytest.MonkeyPatch, nothing_built: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "executable", None)
-    with caplog.at_level("WARNING", logger="trine"):
-        assert Native().ready(CARD) is None
-    assert "found none (sys.executable)" in caplog.text
-
-
-def test_a_build_whose_end_nobody_told_us_is_not_repeated(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
-    """A forked process hears 0 of its parent's child, which may still be at work."""
-    native = Native()
-    native._building = SimpleNamespace(poll=lambda: 0)
-    monkeypatch.setattr(native_build, "build", lambda: pytest.fail("built in the caller"))
-    assert native.ready(CARD) is None and native.ready(CARD) is None and native.wanted
-
-
-def test_leftovers_of_killed_builds_go(monkeypatch: pytest.MonkeyPatch, nothing_built: Path) -> None:
-    folder = native_build.path().parent
-    folder.mkdir(parents=True)
-    old, fresh = folder / "trine_kda_native-0-1.half", folder / "trine_kda_native-0-2.half"
-    for one in (old, fresh):
-        one.touch()
-    os.utime(old, (0, 0))
-    monkeypatch.setenv("CXX", "false --version")  # a command with an argument
-    with pytest.raises(RuntimeError, match="false failed with code 1"):
-        native_build.build()
-    assert list(folder.iterdir()) == [fresh]
 
 
 def test_the_module_tells_forms_apart(driver: Driver) -> None:
