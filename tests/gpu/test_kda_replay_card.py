@@ -164,7 +164,7 @@ def _after_an_invalidated_capture() -> None:
         thread.join()
         with pytest.raises(RuntimeError, match="invalidated"):
             step(static, weight)
-        raise RuntimeError
+        raise RuntimeError  # as the end of such a capture does
 
 
 def _without_a_context() -> None:

@@ -134,12 +134,9 @@ class Driver:
         given = (ctypes.c_uint64.from_address(it.parameters[i]).value for i in range(count))
         values = (ctypes.c_uint64 * count)(*given)
         places = (ctypes.c_void_p * count)(*(ctypes.addressof(values) + 8 * i for i in range(count)))
-        numbers = (it.function, *it.grid, *it.block, it.shared, None)
-        self.graphs[instance][node - 1] = (
-            *numbers,
-            places,
-            values,
-        )  # values: kept alive, launches look at nothing there
+        numbers = (it.function, *it.grid, *it.block, it.shared)
+        # The values stand where a launch has what this driver ignores: somebody has to keep them alive.
+        self.graphs[instance][node - 1] = (*numbers, None, places, values)
         return 0
 
     def _launch_graph(self, instance: int, _: Any) -> int:

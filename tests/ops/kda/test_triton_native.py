@@ -21,15 +21,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from driver_stand_in import Driver
 
-from trine.ops.kda import (
-    _CHECKED,
-    _choice,
-    kda,
-    kda_reference,
-    triton_backward,
-    triton_forward,
-    triton_replay,
-)
+from trine.ops.kda import _CHECKED, _choice, kda, kda_reference, triton_backward, triton_forward, triton_replay
 from trine.ops.kda.triton_launch import Kernel, repair_interpreter
 from trine.ops.kda.triton_native import NATIVE
 from trine.ops.kda.triton_replay import Memory

@@ -44,9 +44,9 @@ using Tensors = std::vector<Tensor>;  // undefined ones where there is none
 // The driver's functions, from their addresses by name. One before CUDA 12.0 has not all that graphs need.
 struct Driver {
   decltype(&cuLaunchKernel) launch;
-  decltype(&cuDeviceGet) card;
+  decltype(&cuDeviceGet) device_of;
   decltype(&cuDevicePrimaryCtxRetain) primary_context;
-  decltype(&cuCtxGetCurrent) context;
+  decltype(&cuCtxGetCurrent) current_context;
   decltype(&cuCtxSetCurrent) set_context;
   decltype(&cuThreadExchangeStreamCaptureMode) exchange_capture_mode;
   decltype(&cuStreamIsCapturing) is_capturing;
@@ -67,8 +67,8 @@ struct Driver {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
       return address != 0;
     };
-    const bool launches = take(launch, "cuLaunchKernel") & take(card, "cuDeviceGet") &
-        take(primary_context, "cuDevicePrimaryCtxRetain") & take(context, "cuCtxGetCurrent") &
+    const bool launches = take(launch, "cuLaunchKernel") & take(device_of, "cuDeviceGet") &
+        take(primary_context, "cuDevicePrimaryCtxRetain") & take(current_context, "cuCtxGetCurrent") &
         take(set_context, "cuCtxSetCurrent") & take(is_capturing, "cuStreamIsCapturing");
     TORCH_CHECK(launches, "found no addresses of the CUDA driver's functions for contexts and launches, need them");
     graphs = take(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode") &
@@ -176,7 +176,8 @@ void launch_one(const Driver& driver, const Launch& launch, CUstream stream, voi
       launch.function, launch.grid, 1, 1, launch.threads, 1, 1, launch.shared, stream, parameters, nullptr));
 }
 
-// While it lives, this thread may make, launch and destroy graphs though somebody captures one: these are no part of it.
+// While it lives, this thread makes, launches and destroys graphs without spoiling a capture of somebody else's: in the
+// default mode the driver ends those for what might allocate.
 class BesideCaptures {
  public:
   explicit BesideCaptures(const Driver& driver) : driver_(driver) {
@@ -211,11 +212,12 @@ class Chain {
     }
   }
 
-  // Launch all, with the addresses of each kernel's parameters; as a graph only if one may be launched here.
-  void launch(CUstream stream, const std::vector<void**>& parameters, bool as_graph) {
+  // Launch all, with the addresses of their parameters one after another; as a graph only if one may be launched here.
+  void launch(CUstream stream, void** parameters, bool as_graph) {
     if (!as_graph || !launch_graph(stream, parameters)) {
-      for (size_t i = 0; i < launches_.size(); ++i) {
-        launch_one(driver_, *launches_[i], stream, parameters[i]);
+      for (const auto* launch : launches_) {
+        launch_one(driver_, *launch, stream, parameters);
+        parameters += launch->parameters();
       }
     }
   }
@@ -223,7 +225,7 @@ class Chain {
  private:
   // False where it has to be done one by one: on a stream with a priority, on the fifth stream, by an old driver, and
   // where graphs fail; nothing has been launched then.
-  bool launch_graph(CUstream stream, const std::vector<void**>& parameters) {
+  bool launch_graph(CUstream stream, void** parameters) {
     if (!driver_.graphs) {
       return false;
     }
@@ -234,10 +236,11 @@ class Chain {
       return false;
     }
     for (size_t i = 0; i < launches_.size(); ++i) {
-      const auto node = node_of(*launches_[i], parameters[i]);
+      const auto node = node_of(*launches_[i], parameters);
       if (driver_.set_parameters(graph->instance, graph->kernels[i], &node) != CUDA_SUCCESS) {
         return false;
       }
+      parameters += launches_[i]->parameters();
     }
     return driver_.launch_graph(graph->instance, stream) == CUDA_SUCCESS;
   }
@@ -262,7 +265,7 @@ class Chain {
   }
 
   // Made by the first launch on a stream.
-  const Graph* graph_for(CUstream stream, const std::vector<void**>& parameters) {
+  const Graph* graph_for(CUstream stream, void** parameters) {
     for (const auto& one : graphs_) {
       if (one.stream == stream) {
         return &one;
@@ -276,11 +279,12 @@ class Chain {
     Graph made{stream, nullptr, nullptr, {}};
     failed_ = driver_.make_graph(&made.graph, 0) != CUDA_SUCCESS;
     for (size_t i = 0; !failed_ && i < launches_.size(); ++i) {
-      const auto node = node_of(*launches_[i], parameters[i]);
+      const auto node = node_of(*launches_[i], parameters);
       CUgraphNode kernel = nullptr;
       failed_ = driver_.add_kernel(&kernel, made.graph, i ? &made.kernels.back() : nullptr, i ? 1 : 0, &node) !=
           CUDA_SUCCESS;
       made.kernels.push_back(kernel);
+      parameters += launches_[i]->parameters();
     }
     failed_ = failed_ || driver_.instantiate(&made.instance, made.graph, 0) != CUDA_SUCCESS;
     if (!failed_) {
@@ -370,7 +374,7 @@ class Program {
       chain_ = std::make_unique<Chain>(driver_, std::move(launches));
     }
     CUdevice device = 0;
-    if (driver_.card(&device, card) != CUDA_SUCCESS || driver_.primary_context(&home_, device) != CUDA_SUCCESS) {
+    if (driver_.device_of(&device, card) != CUDA_SUCCESS || driver_.primary_context(&home_, device) != CUDA_SUCCESS) {
       home_ = nullptr;
     }
   }
@@ -399,7 +403,6 @@ class Program {
       addresses[i] = &values[i];
     }
     size_t filled = 0;
-    std::vector<void**> chained;  // of every launch, the addresses of its parameters
     for (const auto& round : rounds_) {
       for (const auto place : round.released) {
         held[place].reset();
@@ -418,16 +421,14 @@ class Program {
         *value++ = reinterpret_cast<uint64_t>(start == nullptr ? nullptr : start + pointer.offset);
       }
       std::copy(launch.numbers.begin(), launch.numbers.end(), value);
-      if (chain_) {
-        chained.push_back(&addresses[filled]);
-      } else {
+      if (!chain_) {
         launch_one(driver_, launch, stream, &addresses[filled]);
       }
       filled += launch.parameters();
     }
     if (chain_) {
       // Graphs are for the context that the kernels belong to: they would not stay in a green context's part of the card.
-      chain_->launch(stream, chained, at_home && !captured);
+      chain_->launch(stream, addresses.data(), at_home && !captured);
     }
     Tensors results;
     results.reserve(results_.size());
@@ -442,7 +443,7 @@ class Program {
   // none, without which a launch has ended the process (CUDA 13.0, H200), and is given that one.
   bool use_context() const {
     CUcontext current = nullptr;
-    if (home_ == nullptr || driver_.context(&current) != CUDA_SUCCESS) {
+    if (home_ == nullptr || driver_.current_context(&current) != CUDA_SUCCESS) {
       return false;
     }
     if (current == nullptr) {
@@ -463,7 +464,7 @@ class Program {
   }
 
   const Driver driver_;
-  CUcontext home_ = nullptr;
+  CUcontext home_ = nullptr;  // the card's primary context
   size_t arguments_, places_, parameters_ = 0;
   std::vector<Round> rounds_;
   std::vector<int64_t> results_;

@@ -28,11 +28,11 @@ LIMIT = 512
 
 
 FUNCTIONS = (
-    *("cuLaunchKernel", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent", "cuCtxSetCurrent"),
-    *("cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuStreamGetPriority", "cuGraphCreate"),
-    *("cuGraphDestroy", "cuGraphAddKernelNode_v2", "cuGraphInstantiateWithFlags", "cuGraphExecDestroy"),
-    *("cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch"),
-)
+    "cuLaunchKernel", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxGetCurrent", "cuCtxSetCurrent",
+    "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuStreamGetPriority", "cuGraphCreate",
+    "cuGraphDestroy", "cuGraphAddKernelNode_v2", "cuGraphInstantiateWithFlags", "cuGraphExecDestroy",
+    "cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch",
+)  # fmt: skip
 """The CUDA driver's functions that ``native.cpp`` calls."""
 
 
