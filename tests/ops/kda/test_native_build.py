@@ -81,6 +81,22 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert list((nothing_built / "trine").iterdir()) == []
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux, which lists what a process has loaded")
+def test_the_module_is_linked_with_the_standard_library_of_torch(
+    monkeypatch: pytest.MonkeyPatch, nothing_built: Path, tmp_path: Path
+) -> None:
+    """A copy of its own wrote numbers of messages wrongly, or ended the process."""
+    tool, asked = tmp_path / "c++", tmp_path / "asked"
+    tool.write_text(f'#!/bin/sh\nfor x; do case $last in -o) : > "$x";; esac; last=$x; done\necho "$@" > {asked}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("CXX", str(tool))
+    native_build.build()
+    words = asked.read_text().split()
+    shared = [Path(word) for word in words if Path(word).name.startswith("libstdc++.so")]
+    assert len(shared) == 1 and shared[0].exists()
+    assert words.index(str(native_build.SOURCE)) < words.index(str(shared[0])) < words.index("-ltorch")
+
+
 def test_a_build_in_the_background_is_taken_up(
     monkeypatch: pytest.MonkeyPatch, real: str, nothing_built: Path, tmp_path: Path
 ) -> None:

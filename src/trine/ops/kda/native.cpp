@@ -440,7 +440,7 @@ class Program {
 
  private:
   // Whether this thread's context is the card's primary one, torch's. A thread that has asked nothing of the card yet has
-  // none, without which a launch has ended the process (CUDA 13.0, H200), and is given that one.
+  // none, without which nothing can be launched on the default stream, and is given that one.
   bool use_context() const {
     CUcontext current = nullptr;
     if (home_ == nullptr || driver_.current_context(&current) != CUDA_SUCCESS) {
@@ -456,11 +456,7 @@ class Program {
   // Whether work on a stream becomes a part of somebody's graph, or may.
   bool is_captured(CUstream stream) const {
     CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
-    const bool known = driver_.is_capturing(stream, &capture) == CUDA_SUCCESS;
-    TORCH_CHECK(  // a launch has ended the process there (CUDA 13.0, H200)
-        !known || capture != CU_STREAM_CAPTURE_STATUS_INVALIDATED,
-        "found the capture of this stream in a graph invalidated, need a sound one: look for the error before");
-    return !known || capture != CU_STREAM_CAPTURE_STATUS_NONE;
+    return driver_.is_capturing(stream, &capture) != CUDA_SUCCESS || capture != CU_STREAM_CAPTURE_STATUS_NONE;
   }
 
   const Driver driver_;

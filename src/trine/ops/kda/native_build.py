@@ -57,6 +57,19 @@ def cuda_types() -> Path | None:
     return None
 
 
+def standard_library() -> list[str]:
+    """The file of the C++ standard library that torch has brought into this process; none where that cannot be told.
+
+    A compiler that finds no shared one puts a copy into the module, and two in a process do not get on: one has
+    formatted a number by the other's locale, which ended the process.
+    """
+    try:
+        files = [Path(line.split(maxsplit=5)[-1]) for line in Path("/proc/self/maps").read_text().splitlines()]
+    except OSError:
+        return []
+    return [str(file) for file in files if file.name.startswith("libstdc++.so") and file.exists()][:1]
+
+
 @cache
 def path() -> Path:
     """Where the module of this source, machine, Python and torch belongs: below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
@@ -83,7 +96,7 @@ def build() -> Path:
     half = made.with_name(f"{made.stem}-{os.getpid()}.half")
     command = [*tool, "-O1", "-shared", "-fPIC", "-std=c++20", *(f"-I{place}" for place in include), str(SOURCE)]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-L{root / 'lib'}"]
-    command += ["-o", str(half), "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
+    command += ["-o", str(half), *standard_library(), "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
     made.parent.mkdir(parents=True, exist_ok=True)
     for left in made.parent.glob(f"{NAME}-*.half"):
         with suppress(FileNotFoundError):
