@@ -284,16 +284,16 @@ class Bench:
                     say("forward: out of time")
                     return
                 inputs = draw(batch, tokens, heads, regime)
-                case = f"fwd {shape} K128 V128 bf16"
-                call = lambda i=inputs: self.forward(**i)  # noqa: E731
-                self.keep(
-                    case,
-                    "trine",
-                    floor,
-                    ms=graph_ms(call),
-                    gates=regime,
-                    peak_bytes=peak_bytes(call) if regime == "slow" else None,
-                )
+                for plan in ("auto", "serial") if batch > 1 else ("auto",):
+                    call = lambda i=inputs, p=plan: self.forward(**i, plan=p)  # noqa: E731
+                    self.keep(
+                        f"fwd {shape} K128 V128 bf16",
+                        "trine" if plan == "auto" else f"trine plan={plan}",
+                        floor,
+                        ms=graph_ms(call),
+                        gates=regime,
+                        peak_bytes=peak_bytes(call) if regime == "slow" else None,
+                    )
                 del inputs, call
                 torch.cuda.empty_cache()
 

@@ -204,7 +204,8 @@ def scan_kernel(
             o = tl.dot(operand, tl.trans(q_plus), input_precision=PRECISION)
             o = tl.dot(new, tl.trans(p), o, input_precision=PRECISION) * scale
             target = o_row + (i * C + rows[:, None]).to(tl.int64) * heads * V + value[None, :]
-            tl.store(target, tl.trans(o).to(out_ptr.dtype.element_ty), mask=seen)
+            # Streamed past the cache, which is for the factors.
+            tl.store(target, tl.trans(o).to(out_ptr.dtype.element_ty), mask=seen, cache_modifier=".cs")
         state = tl.dot(new, k_minus, state, input_precision=PRECISION)
         # (A plain copy here would make the compiler give up pipelining the loop.)
         decay = tl.where(i + 1 < count, decay_next, 0.0)
