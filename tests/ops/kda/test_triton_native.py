@@ -429,9 +429,22 @@ def test_a_thread_without_a_context_is_given_the_cards(driver: Driver) -> None:
     assert (driver.launches, driver.context) == (6, 7)
 
 
+def test_a_capture_that_failed_takes_no_launch(driver: Driver) -> None:
+    data = draw(tokens=5)
+    for _ in range(3):
+        both(data)
+    out, _ = kda(**data)
+    wanted, before, driver.capturing = out.detach().clone(), driver.launches, 2
+    for call in (lambda: kda(**data), lambda: torch.autograd.grad(out, data["q"], torch.ones_like(out))):
+        with pytest.raises(RuntimeError, match="CUDA driver error 901"):
+            call()
+    assert driver.launches == before
+    driver.capturing = 0
+    assert torch.equal(kda(**data)[0], wanted)
+
+
 WITHOUT_GRAPHS: dict[str, Callable[[Driver], object]] = {
     "another graph is being captured": lambda driver: setattr(driver, "capturing", 1),
-    "a capture that failed": lambda driver: setattr(driver, "capturing", 2),
     "the state of a capture is unknown": lambda driver: driver.failing.add("cuStreamIsCapturing"),
     "a stream of a priority": lambda driver: setattr(driver, "priority", -1),
     "a context of its own": lambda driver: setattr(driver, "context", 8),

@@ -115,7 +115,7 @@ def kda(
         plan: ``"auto"``, ``"serial"`` or ``"segmented"``: how a backend may cut long sequences. The portable path cuts
             every sequence into tiles of 16 tokens from its own start, whatever the plan, so all plans give the same
             bits there. On a card ``"auto"`` goes by the number of heads; many sequences of few heads are faster with
-            ``"serial"`` (B8 T2048 H16 on an H200: 0.25 ms for 0.30). With ``",bf16"`` behind it the kernels keep bf16
+            ``"serial"`` (B8 T2048 H16 on an H200: 0.24 ms for 0.29). With ``",bf16"`` behind it the kernels keep bf16
             where they would take fp16 for what is bounded: for values v beyond 1e-4 to 1e4, which fp16 does not hold
             (output error 4.1e-3 instead of 3.3e-3).
         backend: ``"auto"``, ``"reference"`` (token by token), ``"torch"`` (chunked, any device) or ``"triton"`` (CUDA).

@@ -7,8 +7,8 @@ matrix unit wants both operands: ``k`` of one thread serves as left and as right
 products come out in lane order (row 8m + t holds token 4t + m) and go back to token order where they are stored, which
 again costs nothing. One warp has no barriers to wait for and computes everything per row once.
 
-Tiles are made from the last to the first, and stored as what leaves the L2 cache last: the walk that follows begins
-with those that were made last. Inputs leave it first.
+Tiles are made from the last to the first, and W, Q+ and K- are stored as what leaves the L2 cache last: the walk that
+follows over a sequence begins with the tiles that were made last.
 
 Only 16-bit inputs and factors, K padded to 64, 128 or 256; everything else takes ``triton_prepare``.
 """
@@ -116,7 +116,7 @@ def fetch(target, row, K: gl.constexpr, BK: gl.constexpr, TILE: gl.constexpr):
     col = gl.arange(0, 32, layout=gl.SliceLayout(0, TILE))[None, :]
     for p in gl.static_range(BK // 32):
         if p * 32 + 32 <= K:
-            async_copy.async_copy_global_to_shared(target.index(p), row + (p * 32 + col), eviction_policy="evict_first")
+            async_copy.async_copy_global_to_shared(target.index(p), row + (p * 32 + col))
         else:
             async_copy.async_copy_global_to_shared(target.index(p), row + (p * 32 + col), mask=p * 32 + col < K)
 

@@ -64,17 +64,19 @@ def standard_library() -> list[str]:
     formatted a number by the other's locale, which ended the process.
     """
     try:
-        files = [Path(line.split(maxsplit=5)[-1]) for line in Path("/proc/self/maps").read_text().splitlines()]
+        lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")
+        files = [Path(line.split(maxsplit=5)[-1]) for line in lines if "/libstdc++.so" in line]
+        return [str(file) for file in files if file.exists()][:1]
     except OSError:
         return []
-    return [str(file) for file in files if file.name.startswith("libstdc++.so") and file.exists()][:1]
 
 
 @cache
 def path() -> Path:
-    """Where the module of this source, machine, Python and torch belongs: below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Where the module of these sources, Python and torch belongs: below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     versions = f"{sysconfig.get_config_var('EXT_SUFFIX')} {torch.__version__} {torch.version.git_version}"
-    mark = hashlib.sha256(SOURCE.read_bytes() + versions.encode()).hexdigest()[:16]
+    sources = SOURCE.read_bytes() + Path(__file__).read_bytes()
+    mark = hashlib.sha256(sources + versions.encode()).hexdigest()[:16]
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trine" / f"{NAME}-{mark}.so"
 
 
@@ -96,20 +98,27 @@ def build() -> Path:
     half = made.with_name(f"{made.stem}-{os.getpid()}.half")
     command = [*tool, "-O1", "-shared", "-fPIC", "-std=c++20", *(f"-I{place}" for place in include), str(SOURCE)]
     command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-L{root / 'lib'}"]
-    command += ["-o", str(half), *standard_library(), "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
+    command += ["-o", str(half), "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
+    shared = [word for file in standard_library() for word in ("-Xlinker", file)]
     made.parent.mkdir(parents=True, exist_ok=True)
     for left in made.parent.glob(f"{NAME}-*.half"):
         with suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > 3600:  # of a build that was killed
                 left.unlink()
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = _run([*command, *shared])
+        if done.returncode and shared:  # a linker may refuse that file
+            done = _run(command)
         if done.returncode:
             raise RuntimeError(f"native.cpp: {tool[0]} failed with code {done.returncode}: {done.stderr[-2000:]}")
         half.replace(made)  # whoever builds at the same time makes the same file
     finally:
         half.unlink(missing_ok=True)
     return made
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, errors="replace")
 
 
 if __name__ == "__main__":
