@@ -60,7 +60,7 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: our ``beta_is_logit``; ``allow_neg_eigval`` then doubles it (``beta_max`` 2).
         safe_gate: a promise that log decays are bounded. Ours are exact without it; with ``use_gate_in_kernel`` it
             needs ``lower_bound``, as there.
-        disable_recompute: our ``save="factors"``.
+        disable_recompute: our ``save="factors"``, which needs ``use_beta_sigmoid_in_kernel``.
         cu_seqlens: ``[N + 1]``, B = 1. ``cu_seqlens_cpu``, ``use_graph``, ``max_num_seqs`` and ``chunk_size`` change
             nothing: our kernels read the bounds on the device, can always be captured, and have one tile size.
         A_log: ``[HV]``. dt_bias: ``[HV * K]`` or ``[HV, K]``. Both count with ``use_gate_in_kernel`` only, as there.

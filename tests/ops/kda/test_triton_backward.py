@@ -16,7 +16,7 @@ if DEVICE.type == "cpu":
 
 from trine.ops.kda.reference import kda_reference  # noqa: E402
 from trine.ops.kda.triton_backward import JOIN, MEMORY, SEGMENTS, choose_backward, kda_backward  # noqa: E402
-from trine.ops.kda.triton_backward_autograd import Settings, forward_keeping  # noqa: E402
+from trine.ops.kda.triton_backward_autograd import Settings, factors_fit, forward_keeping  # noqa: E402
 from trine.ops.kda.triton_entry import kda_triton  # noqa: E402
 from trine.ops.kda.triton_launch import Kernel, repair_interpreter  # noqa: E402
 from trine.ops.kda.triton_problem import NOTHING  # noqa: E402
@@ -358,6 +358,22 @@ def test_autograd_without_a_state_and_with_a_frozen_input() -> None:
         grad = leaves[name].grad
         assert grad is not None and grad.dtype == data[name].dtype
         assert (grad.double() - expected[name]).norm() <= 7e-3 * expected[name].norm(), name
+
+
+@pytest.mark.parametrize(("logit", "values"), [(False, torch.bfloat16), (True, torch.float16)])
+def test_nothing_is_rounded_for_factors_that_are_not_kept(logit: bool, values: torch.dtype) -> None:
+    data = draw(70, dtype=torch.bfloat16)
+    inputs = {name: data[name] for name in NAMES[:7]}
+    inputs["v"] = inputs["v"].to(values)
+    if not logit:
+        inputs["beta"] = inputs["beta"].sigmoid()
+    settings = Settings(-5.0, True, logit, 1.0, None, "auto", True, False)
+    assert not factors_fit(inputs["q"], inputs["v"], settings)
+    wanted, found = (
+        kda_triton(**{n: x.clone().requires_grad_() for n, x in inputs.items()}, beta_is_logit=logit, save=save)[0]
+        for save in ("inputs", "factors")
+    )
+    assert torch.equal(wanted, found)
 
 
 def test_a_wrong_output_shape_is_named() -> None:

@@ -114,16 +114,19 @@ def kda(
             Sequences may be empty; their state passes through. Without it every batch row is a sequence, N = B.
         plan: ``"auto"``, ``"serial"`` or ``"segmented"``: how a backend may cut long sequences. The portable path cuts
             every sequence into tiles of 16 tokens from its own start, whatever the plan, so all plans give the same
-            bits there. On a card ``"auto"`` goes by the number of heads; many sequences of few heads are faster with
-            ``"serial"`` (B8 T2048 H16 on an H200: 0.24 ms for 0.29). With ``",bf16"`` behind it the kernels keep bf16
-            where they would take fp16 for what is bounded: for values v beyond 1e-4 to 1e4, which fp16 does not hold
-            (output error 4.1e-3 instead of 3.3e-3).
+            bits there. On a card ``"auto"`` cuts sequences of more than 1,024 to 5,056 tokens, a length that HV
+            decides, above 40 value heads none, so that a prefix keeps its bits; where sequences x HV fill the card
+            without cuts, ``"serial"`` is faster (B8 T2048 H16 on an H200: forward 0.24 ms for 0.29, with backward 1.40
+            for 1.51). With ``",bf16"`` behind it the kernels keep bf16 where they would take fp16 for what is bounded:
+            for values v beyond 1e-4 to 1e4, which fp16 does not hold (error of the output 4.0e-3 instead of 3.3e-3).
         backend: ``"auto"``, ``"reference"`` (token by token), ``"torch"`` (chunked, any device) or ``"triton"`` (CUDA).
         save: what the kernels keep for their backward pass. ``"inputs"``: inputs and output, and of a segmented scan
             the states and maps at its cuts (128 KiB a cut and value head at K = V = 128); the rest is made again.
-            ``"factors"``: also 8 K + 200 bytes a token and value head (bf16), about a tenth faster; bf16 inputs then
-            round to bf16 factors in the forward too (output error 4.1e-3 instead of 3.3e-3). The other backends have
-            one way only, whatever this says: the torch path keeps its factors and chunk states.
+            ``"factors"``, for bf16 and fp32 inputs with ``beta_is_logit`` (others: as ``"inputs"``): also, in bf16,
+            8.125 K + 200 bytes a token and value head, K rounded up to a power of two (0.91 GiB a layer of T8192 HV
+            96); forward and backward 9 % faster. bf16 inputs then round to bf16 factors in the forward too: errors of
+            the output 1.2 to 1.8 times, of the final state 1.8 to 3.7 times, of gradients the same. The other backends
+            have one way only, whatever this says: the torch path keeps its factors and chunk states.
 
     Returns:
         output ``[B, T, HV, V]`` in v's dtype, and the final states ``[N, HV, K, V]`` or None. Differentiable once in

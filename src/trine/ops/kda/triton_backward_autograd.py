@@ -52,14 +52,15 @@ def forward_keeping(
         q, k, v, gate, beta, A_log=A_log, dt_bias=dt_bias, lower_bound=settings.lower_bound, qk_norm=settings.qk_norm,
         beta_is_logit=settings.beta_is_logit, beta_max=settings.beta_max, scale=settings.scale,
         initial_state=initial_state, output_final_state=settings.final, cu_seqlens=cu_seqlens,
-        plan=plan_of(q, settings), keep="factors" if factors_fit(q, v, settings) else "cuts",
+        plan=plan_of(q, v, settings), keep="factors" if factors_fit(q, v, settings) else "cuts",
         fine=factors_fine(q, v, settings),
     )  # fmt: skip
 
 
-def plan_of(q: Tensor, settings: Settings) -> str:
-    """The forward's plan: with kept factors bf16 inputs take the backward's operands, so that it can use them."""
-    if settings.keep_factors and q.dtype == torch.bfloat16 and "," not in settings.plan:
+def plan_of(q: Tensor, v: Tensor, settings: Settings) -> str:
+    """The forward's plan: bf16 inputs take the backward's operands where it is going to use the factors."""
+    used = settings.keep_factors and settings.beta_is_logit and q.dtype == v.dtype == torch.bfloat16
+    if used and "," not in settings.plan:
         return settings.plan + ",bf16"
     return settings.plan
 
@@ -67,7 +68,7 @@ def plan_of(q: Tensor, settings: Settings) -> str:
 def config_of(q: Tensor, v: Tensor, settings: Settings) -> Config:
     """The forward's configuration; heads and head sizes become numbers where they are symbols of a trace."""
     sizes = int(v.shape[2]), int(q.shape[3]), int(v.shape[3])
-    return choose(*sizes, q.dtype, v.dtype, settings.qk_norm, plan_of(q, settings))
+    return choose(*sizes, q.dtype, v.dtype, settings.qk_norm, plan_of(q, v, settings))
 
 
 def factors_fit(q: Tensor, v: Tensor, settings: Settings) -> bool:
