@@ -54,8 +54,8 @@ def test_without_a_compiler_replays_stay_in_python(
         run_out(native)
         assert native.ready(CARD) is None
     assert [record.getMessage() for record in caplog.records] == [
-        "kda: calls are replayed in Python, 0.2 ms slower a forward and backward pass: native.cpp: needs a C++ "
-        "compiler (c++ or g++, or CXX in the environment), found none"
+        "kda: calls are replayed in Python, 0.2 ms slower a forward and backward pass: native.cpp: needs the "
+        "compiler that CXX names, 'no-such-compiler', found none"
     ]
     assert not nothing_built.exists()
 
@@ -64,6 +64,13 @@ def test_without_headers_the_message_says_so(monkeypatch: pytest.MonkeyPatch, no
     with monkeypatch.context() as patch:
         patch.setattr(native_build, "cuda_types", lambda: None)
         with pytest.raises(RuntimeError, match=r"needs the cuda.h that comes with Triton .*, found none"):
+            native_build.build()
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        patch.delenv("CXX", raising=False)
+        with pytest.raises(
+            RuntimeError, match=r"needs a C\+\+ compiler \(.*or CXX by name\), found none"
+        ):
             native_build.build()
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     with pytest.raises(RuntimeError, match=r"needs Python's headers .* in /nowhere, found none"):
@@ -80,6 +87,9 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     with pytest.raises(RuntimeError, match="failed with code 3: cannot find -lc10"):
         native_build.build()
     assert list((nothing_built / "trine").iterdir()) == []
+    tool.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(RuntimeError, match=r"failed with code 3: without a word$"):
+        native_build.build()
 
 
 @pytest.mark.parametrize("refuses", [False, True])

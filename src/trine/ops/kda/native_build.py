@@ -40,7 +40,8 @@ def compiler() -> list[str] | None:
 def lacking() -> str | None:
     """What a build needs and does not find here; None when it can be tried."""
     if compiler() is None:
-        return "a C++ compiler (c++ or g++, or CXX in the environment)"
+        named = os.environ.get("CXX", "").strip()
+        return f"the compiler that CXX names, {named!r}" if named else "a C++ compiler (c++ or g++, or CXX by name)"
     include = Path(sysconfig.get_paths()["include"])
     if not (include / "Python.h").exists():
         return f"Python's headers (python3-dev or the like) in {include}"
@@ -110,7 +111,8 @@ def build() -> Path:
         if done.returncode and shared:  # a linker may refuse that file
             done = _run(command)
         if done.returncode:
-            raise RuntimeError(f"native.cpp: {tool[0]} failed with code {done.returncode}: {done.stderr[-2000:]}")
+            said = done.stderr[-2000:].strip() or "without a word"
+            raise RuntimeError(f"native.cpp: {tool[0]} failed with code {done.returncode}: {said}")
         half.replace(made)  # whoever builds at the same time makes the same file
     finally:
         half.unlink(missing_ok=True)
