@@ -68,9 +68,7 @@ def test_without_headers_the_message_says_so(monkeypatch: pytest.MonkeyPatch, no
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "")
         patch.delenv("CXX", raising=False)
-        with pytest.raises(
-            RuntimeError, match=r"needs a C\+\+ compiler \(.*or CXX by name\), found none"
-        ):
+        with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler \(.*or CXX by name\), found none"):
             native_build.build()
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     with pytest.raises(RuntimeError, match=r"needs Python's headers .* in /nowhere, found none"):
